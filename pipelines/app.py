@@ -1,0 +1,35 @@
+"""The command line: one typer app, one module per command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from pipelines import collections_cmd, demo_cmd, evaluate_cmd, ingest_cmd, search_cmd
+from pipelines.options import expand_lists
+from pipelines.show import set_up_logging
+
+app = typer.Typer(
+    name="python -m pipelines",
+    help="Use an LLM you already have as a retrieval embedder: ingest, search, evaluate.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+app.command("demo")(demo_cmd.demo)
+app.command("ingest")(ingest_cmd.ingest)
+app.command("search")(search_cmd.search)
+app.command("evaluate")(evaluate_cmd.evaluate)
+app.add_typer(collections_cmd.app, name="collections")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command line and return its exit code; importable, so that tests need no new process."""
+    set_up_logging()
+    try:
+        app(args=expand_lists(argv), prog_name="python -m pipelines")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0

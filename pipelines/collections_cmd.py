@@ -1,0 +1,119 @@
+"""`collections`: what is in the store, what made it, and its removal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipelines import options, show
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.files import write_json
+
+app = typer.Typer(help="List collections, show what made them, adopt or delete them.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Full name of a collection.")]
+
+
+@app.command("list")
+@show.guarded
+def list_all(
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """List all collections with their size, filter and backbone."""
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        found = [store.info(name) for name in store.names()]
+    rows = [
+        [
+            info.name,
+            f"{info.points:,}",
+            str(info.dim),
+            str(info.settings.get("filter_type", "unknown")),
+            str(info.settings.get("model_name", "unknown")),
+            str(info.settings.get("template", "")),
+            str(info.made.get("created", ""))[:10],
+        ]
+        for info in found
+    ]
+    columns = ["name", "points", "dims", "filter", "backbone", "template", "created"]
+    if rows:
+        show.out.print(show.table("Collections", columns, rows))
+    else:
+        show.out.print("No collections yet. Make some: python -m pipelines ingest FOLDER --collection NAME")
+    if json_file is not None:
+        write_json(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
+
+
+@app.command("show")
+@show.guarded
+def show_one(
+    name: Name,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Show what made a collection: its fingerprint, part by part."""
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        info = store.info(name)
+    rows = [["points", f"{info.points:,}"], ["dimensions", str(info.dim)]]
+    if info.fingerprint is None:
+        rows.append(["fingerprint", "none: this collection was not made here"])
+    else:
+        rows.append(["fingerprint", info.fingerprint.digest])
+        rows += [[f"  {part}", str(value)] for part, value in info.fingerprint.parts.items()]
+        rows += [[part, str(info.made.get(part))] for part in ("compute_dtype", "version", "created")]
+    shown = show.table(info.name, ["", ""], [[show.escape(c) for c in row] for row in rows], left=2)
+    shown.show_header = False
+    shown.columns[1].no_wrap = False
+    show.out.print(shown)
+    if json_file is not None:
+        write_json(json_file, {"name": info.name, "points": info.points, "dim": info.dim, **info.made})
+
+
+@app.command("delete")
+@show.guarded
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+) -> None:
+    """Delete a collection and all its points."""
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        points = store.info(name).points
+        if not yes and not typer.confirm(f"Delete {name} with {points:,} points?"):
+            show.out.print("Nothing deleted.")
+            raise typer.Exit(1)
+        store.delete(name)
+    show.out.print(f"Deleted {name} ({points:,} points).")
+
+
+@app.command("adopt")
+@show.guarded
+def adopt(
+    name: Name,
+    backbone: options.Backbone = "smollm2",
+    revision: options.Revision = None,
+    template: options.Template = "prompteol",
+    query_template: options.QueryTemplate = None,
+    pooling: options.Pooling = None,
+    max_length: options.MaxLength = 512,
+    filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
+    filter_ratios: options.FilterRatios = [2],  # noqa: B006
+    override: Annotated[bool, typer.Option(help="Replace a fingerprint that it has.")] = False,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+) -> None:
+    """Say, on your word, what made a collection that does not know it itself."""
+    encoder = options.make_encoder(backbone, revision, template, query_template, pooling, max_length)
+    filters = options.make_filters(encoder, filter_types, filter_ratios, raw=False)
+    if len(filters) != 1:
+        raise ConfigError("a collection has one filter; give one type and one ratio.")
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        store.adopt(name, encoder, filters[0], override)
+        show.out.print(f"{name} is now {filters[0].name} of {backbone}.")

@@ -1,0 +1,183 @@
+"""`evaluate`: does a filter beat raw embeddings on these questions?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines import options, show
+
+if TYPE_CHECKING:
+    from rag_embfilter.encoder import Encoder
+    from rag_embfilter.eval_set import EvalSet
+    from rag_embfilter.evaluation import Evaluation, FilterResult
+    from rag_embfilter.filters import EmbFilter
+    from rag_embfilter.judge import JudgedMetric
+    from rag_embfilter.store import Store
+
+
+@show.guarded
+def evaluate(
+    eval_sets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="EVAL_SET...", help="Folders with corpus.jsonl, queries.jsonl, qrels/test.tsv."
+        ),
+    ],
+    backbone: options.Backbone = "smollm2",
+    revision: options.Revision = None,
+    template: options.Template = "prompteol",
+    query_template: options.QueryTemplate = None,
+    pooling: options.Pooling = None,
+    max_length: options.MaxLength = 512,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
+    filter_ratios: options.FilterRatios = [2, 4, 8],  # noqa: B006
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+    ragas: Annotated[
+        bool, typer.Option(help="Add RAGAS's id-based context precision and recall, where it is installed.")
+    ] = True,
+    json_file: options.JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw quality against dimensions as a PNG.")
+    ] = None,
+) -> None:
+    """Compare filters with raw embeddings on evaluation sets.
+
+    Passages go into one Qdrant collection per filter from a single pass of the backbone; only those
+    that are not there yet are encoded. Every filter is compared with raw, question by question.
+    """
+    from rag_embfilter.eval_set import EvalSet
+
+    sets = [EvalSet.load(folder) for folder in eval_sets]
+    encoder = options.make_encoder(
+        backbone, revision, template, query_template, pooling, max_length, device, dtype
+    )
+    filters = options.make_filters(encoder, filter_types, filter_ratios, raw=True)
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        run_evaluation(sets, encoder, filters, store, ragas, json_file, plot)
+
+
+def run_evaluation(
+    sets: Sequence[EvalSet],
+    encoder: Encoder,
+    filters: Sequence[EmbFilter],
+    store: Store,
+    ragas: bool,
+    json_file: Path | None,
+    plot: Path | None,
+) -> list[Evaluation]:
+    """Evaluate, print a table per set, and write the files asked for."""
+    from pipelines.results import evaluation_json, provenance
+    from rag_embfilter import judge
+    from rag_embfilter.files import write_json
+
+    if ragas and (why := judge.available()):
+        show.err.print(f"[yellow]RAGAS metrics left out:[/] {show.escape(why)}", soft_wrap=True)
+        ragas = False
+    evaluations, pages = [], []
+    for eval_set in sets:
+        evaluation = _with_progress(eval_set, encoder, filters, store)
+        judged = {
+            result.embfilter.name: judge.id_metrics(eval_set.qrels, result.run) if ragas else {}
+            for result in evaluation.results
+        }
+        print_evaluation(evaluation, judged)
+        evaluations.append(evaluation)
+        pages.append(evaluation_json(evaluation, judged))
+    if json_file is not None:
+        write_json(json_file, provenance(encoder) | {"sets": pages})
+        show.out.print(f"JSON: {json_file}")
+    if plot is not None:
+        from pipelines.plot import quality_against_dimensions
+
+        quality_against_dimensions(evaluations, plot)
+        show.out.print(f"Picture: {plot}")
+    return evaluations
+
+
+def _with_progress(
+    eval_set: EvalSet, encoder: Encoder, filters: Sequence[EmbFilter], store: Store
+) -> Evaluation:
+    from rag_embfilter.evaluation import evaluate as evaluate_set
+
+    with show.progress_bar() as progress:
+        tasks = {
+            what: progress.add_task(f"{eval_set.name}: {what}", total=total, unit=what)
+            for what, total in (("passages", len(eval_set.corpus)), ("questions", len(eval_set.queries)))
+        }
+        return evaluate_set(
+            eval_set, encoder, filters, store, progress=lambda what, n: progress.advance(tasks[what], n)
+        )
+
+
+def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, JudgedMetric]]) -> None:
+    """The table of one set, and one sentence on what it says."""
+    eval_set, report = evaluation.eval_set, evaluation.ingested
+    head = [
+        "filter",
+        "dims",
+        "nDCG@10",
+        "vs raw [95% interval]",
+        "p",
+        "W/T/L",
+        "R@10",
+        "R@100",
+        "MRR@10",
+        "MAP@100",
+    ]
+    ragas = any(judged.values())
+    if ragas:
+        head += ["RAGAS P", "RAGAS R"]
+    rows = [_row(result, judged[result.embfilter.name] if ragas else {}) for result in evaluation.results]
+    title = (
+        f"{eval_set.name}: {len(eval_set.queries)} questions, {len(eval_set.corpus)} passages "
+        f"({report.encoded} encoded, {report.unchanged} unchanged), {evaluation.encoder.backbone.name}"
+    )
+    show.out.print()
+    show.out.print(show.table(title, head, rows))
+    show.out.print(_sentence(evaluation))
+
+
+def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
+    means = result.metrics.means()
+    versus = result.versus_raw
+    cells = [result.embfilter.name, str(result.embfilter.dim), f"{100 * means['ndcg_at_10']:.1f}"]
+    if versus is None:
+        cells += ["", "", ""]
+    else:
+        colour = {"better": "green", "worse": "red"}.get(versus.verdict, "dim")
+        interval = f"{100 * versus.difference:+.1f} [{100 * versus.low:+.1f}, {100 * versus.high:+.1f}]"
+        cells += [
+            f"[{colour}]{show.escape(interval)}[/]",
+            f"{versus.p_value:.4f}",
+            f"{versus.wins}/{versus.ties}/{versus.losses}",
+        ]
+    cells += [f"{100 * means[m]:.1f}" for m in ("recall_at_10", "recall_at_100", "mrr_at_10", "map_at_100")]
+    for metric in judged.values():
+        failed = f" ({len(metric.failures)} failed)" if metric.failures else ""
+        cells.append("-" if metric.mean is None else f"{100 * metric.mean:.1f}{failed}")
+    return cells
+
+
+def _sentence(evaluation: Evaluation) -> str:
+    best, raw = evaluation.best(), evaluation.results[0]
+    verdicts = [r.versus_raw.verdict for r in evaluation.results if r.versus_raw]
+    if "too few queries" in verdicts:
+        return (
+            f"[yellow]Too few questions ({len(evaluation.eval_set.queries)}) to tell; collect at least 20.[/]"
+        )
+    if best is raw or best.versus_raw is None:
+        return "[yellow]No filter beats raw beyond noise here: keep raw.[/]"
+    versus = best.versus_raw
+    return (
+        f"[green]{best.embfilter.name}[/] ({best.embfilter.dim} dimensions) beats raw "
+        f"({raw.embfilter.dim}) by {100 * versus.difference:.1f} points of nDCG@10 on {versus.n} questions "
+        f"(95% interval {100 * versus.low:.1f} to {100 * versus.high:.1f})."
+    )

@@ -1,0 +1,150 @@
+"""`ingest`: real documents into one Qdrant collection per filter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines import options, show
+
+if TYPE_CHECKING:
+    from rag_embfilter.encoder import Encoder
+    from pipelines.readers import SourceReader
+    from rag_embfilter.ingestion import IngestReport
+    from rag_embfilter.store import Store
+
+READING = "Reading"
+TYPES = ".txt .md .html .htm .pdf .docx .jsonl .csv"
+
+
+@show.guarded
+def ingest(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCE...", help=f"Folders, or files of type {TYPES}.")
+    ],
+    collection: Annotated[
+        str, typer.Option(help="Base name: NAME-raw, NAME-edge-r2, ... are written.", metavar="NAME")
+    ],
+    backbone: options.Backbone = "smollm2",
+    revision: options.Revision = None,
+    template: options.Template = "prompteol",
+    query_template: options.QueryTemplate = None,
+    pooling: options.Pooling = None,
+    max_length: options.MaxLength = 512,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
+    filter_ratios: options.FilterRatios = [2],  # noqa: B006
+    raw: Annotated[
+        bool,
+        typer.Option(
+            help="Write NAME-raw too; further filters are then made from it with no pass of the backbone.",
+            rich_help_panel=options.FILTER,
+        ),
+    ] = True,
+    chunk_size: Annotated[int, typer.Option(help="Longest chunk in tokens.", rich_help_panel=READING)] = 256,
+    chunk_overlap: Annotated[
+        int, typer.Option(help="Tokens that neighbouring chunks share.", rich_help_panel=READING)
+    ] = 32,
+    text_column: Annotated[
+        str, typer.Option(help="Field of .jsonl and .csv with the text.", rich_help_panel=READING)
+    ] = "text",
+    title_column: Annotated[
+        str, typer.Option(help="Field with the title, if any.", rich_help_panel=READING)
+    ] = "title",
+    id_column: Annotated[
+        str | None, typer.Option(help="Field with the id; by default _id or id.", rich_help_panel=READING)
+    ] = None,
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of text files without a byte order mark.", rich_help_panel=READING)
+    ] = "utf-8",
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Name sources by their path below this folder, not by their absolute path.",
+            rich_help_panel=READING,
+        ),
+    ] = None,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Write documents into one collection per filter, from a single pass of the backbone.
+
+    Run it again at any time: chunks that are stored already cost nothing, changed files replace only
+    their own chunks, and a run that was stopped goes on. Files that cannot be read are listed at the
+    end, and the rest is ingested; the exit code is then 1.
+    """
+    from pipelines.readers import ReadOptions, open_sources
+    from rag_embfilter.ingestion import ingest as ingest_documents
+    from rag_embfilter.store import check_name
+
+    check_name(collection)
+    reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
+    encoder = options.make_encoder(
+        backbone, revision, template, query_template, pooling, max_length, device, dtype
+    )
+    filters = options.make_filters(encoder, filter_types, filter_ratios, raw)
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store, show.progress_bar() as progress:
+        task = progress.add_task("ingesting", total=reader.total_bytes, unit="chunks", done=0)
+        reader.on_bytes = lambda n: progress.advance(task, n)
+        done = 0
+
+        def count(n: int) -> None:
+            nonlocal done
+            done += n
+            progress.update(task, done=done)
+
+        report = ingest_documents(
+            reader,
+            encoder,
+            filters,
+            store,
+            collection,
+            chunk_size=chunk_size,
+            chunk_overlap=chunk_overlap,
+            incomplete=reader.incomplete,
+            progress=count,
+        )
+        progress.stop()
+        _print(report, reader, encoder, store)
+    if json_file is not None:
+        _write(json_file, report, reader, encoder)
+    if reader.failed or report.failed:
+        raise typer.Exit(1)
+
+
+def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: Store) -> None:
+    rows = [
+        [name, str(info.dim), f"{info.points:,}"]
+        for name in report.collections
+        for info in [store.info(name)]
+    ]
+    show.out.print(show.table("Collections", ["name", "dims", "points"], rows))
+    show.out.print(
+        f"{report.documents:,} documents, {report.nodes:,} chunks: {report.encoded:,} encoded, "
+        f"{report.refiltered:,} filtered from raw, {report.unchanged:,} unchanged; "
+        f"{report.removed:,} old points removed."
+    )
+    if encoder.stats.truncated:
+        show.out.print(f"{encoder.stats} (longer than --max-length).")
+    if reader.skipped:
+        kinds = sorted({file.suffix or "(none)" for file in reader.skipped})
+        show.out.print(f"{len(reader.skipped)} files of other types passed over: {' '.join(kinds)}")
+    show.listed("Not read", reader.failed)
+    show.listed("Not stored", report.failed)
+
+
+def _write(path: Path, report: IngestReport, reader: SourceReader, encoder: Encoder) -> None:
+    from pipelines.results import provenance
+    from rag_embfilter.files import write_json
+
+    result = vars(report) | {
+        "not_read": reader.failed,
+        "skipped": [str(file) for file in reader.skipped],
+        "truncated": vars(encoder.stats),
+    }
+    write_json(path, provenance(encoder) | {"ingest": result})

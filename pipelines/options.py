@@ -1,0 +1,156 @@
+"""Options that several commands share, and what is made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.filters import FILTER_TYPES, EmbFilter
+from rag_embfilter.templates import TEMPLATES
+
+if TYPE_CHECKING:
+    from rag_embfilter.encoder import Encoder
+    from rag_embfilter.store import Store
+
+MODEL, FILTER, STORE = "Backbone", "Filters", "Qdrant"
+DEFAULT_PATH = Path(".embfilter/qdrant")
+
+Backbone = Annotated[
+    str,
+    typer.Option(
+        help="[b]smollm2[/b] (packaged weights), a hub id, a model folder or a .gguf file.",
+        rich_help_panel=MODEL,
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MODEL)
+]
+Template = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(TEMPLATES)}, or a format string with {{text}} in it.", rich_help_panel=MODEL
+    ),
+]
+QueryTemplate = Annotated[
+    str | None,
+    typer.Option(help="Another template for the queries.", rich_help_panel=MODEL),
+]
+Pooling = Annotated[
+    str | None,
+    typer.Option(help="last or mean; by default what the template asks for.", rich_help_panel=MODEL),
+]
+MaxLength = Annotated[
+    int, typer.Option(help="Longest text in tokens; the rest is cut.", rich_help_panel=MODEL)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, ...; CUDA if there is one.", rich_help_panel=MODEL),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16; by default bfloat16 on CUDA, float32 on a CPU.",
+        rich_help_panel=MODEL,
+    ),
+]
+FilterTypes = Annotated[
+    list[str],
+    typer.Option(help=f"One or more of {', '.join(FILTER_TYPES)}: what is removed.", rich_help_panel=FILTER),
+]
+FilterRatios = Annotated[
+    list[int],
+    typer.Option(help="One or more divisors of the hidden size: 2 keeps half.", rich_help_panel=FILTER),
+]
+QdrantPath = Annotated[Path, typer.Option(help="Folder of the embedded Qdrant.", rich_help_panel=STORE)]
+QdrantUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="QDRANT_URL",
+        help="A Qdrant server instead; its key is read from QDRANT_API_KEY.",
+        rich_help_panel=STORE,
+    ),
+]
+QdrantKey = Annotated[str | None, typer.Option("--qdrant-api-key", envvar="QDRANT_API_KEY", hidden=True)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")
+]
+
+LISTS = {"--filter-types": lambda word: word in FILTER_TYPES, "--filter-ratios": str.isdecimal}
+
+
+def expand_lists(argv: Sequence[str]) -> list[str]:
+    """Lets a list option take several words: `--filter-ratios 2 4 8`, also `2,4,8`.
+
+    Its first word is always its own; further ones while they are of its kind, so that a path after
+    them is still an argument.
+    """
+    expanded: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        option, _, value = word.partition("=")
+        if option not in LISTS:
+            expanded.append(word)
+            continue
+        values = [value] if value else words[:1]
+        if not value:
+            words = words[1:]
+        while words and LISTS[option](words[0].split(",")[0]):
+            values.append(words.pop(0))
+        if not values:
+            expanded.append(option)
+        for given in ",".join(values).split(","):
+            expanded += [option, given]
+    return expanded
+
+
+def make_encoder(
+    backbone: str,
+    revision: str | None,
+    template: str,
+    query_template: str | None,
+    pooling: str | None,
+    max_length: int,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Encoder:
+    """The encoder that the shared options describe."""
+    from rag_embfilter.encoder import Encoder
+
+    return Encoder(
+        backbone,
+        template,
+        pooling,
+        max_length,
+        device,
+        dtype,
+        revision=revision,
+        query_template=query_template,
+    )
+
+
+def make_filters(encoder: Encoder, types: Sequence[str], ratios: Sequence[int], raw: bool) -> list[EmbFilter]:
+    """The grid of types x ratios, each filter once; raw first when wanted."""
+    wanted = (["raw"] if raw else []) + list(types)
+    grid = [EmbFilter.from_encoder(encoder, t, r) for t in wanted for r in (ratios if t != "raw" else [1])]
+    return list({embfilter.name: embfilter for embfilter in grid}.values())
+
+
+def open_store(path: Path, url: str | None, key: str | None) -> Store:
+    """The server when one is named, else the embedded store."""
+    from rag_embfilter.store import Store
+
+    return Store(url=url, api_key=key) if url else Store(path=path)
+
+
+def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:
+    """Name of the single filter that a search asks for."""
+    if len(types) != 1 or len(ratios) != 1:
+        raise ConfigError("a search takes one filter type and one ratio.")
+    if types[0] not in FILTER_TYPES:
+        raise ConfigError(f"filter_type {types[0]!r}: expected one of {', '.join(FILTER_TYPES)}.")
+    return "raw" if types[0] == "raw" or ratios[0] == 1 else f"{types[0]}-r{ratios[0]}"

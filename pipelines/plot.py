@@ -1,0 +1,113 @@
+"""Pictures of results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rag_embfilter.evaluation import Evaluation, FilterResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, GRID, RAW = "#1f2933", "#e4e7eb", "#9aa5b1"
+COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c")
+
+
+def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) -> None:
+    """Draw nDCG@10 against dimensions, one panel per set, with 95% intervals and raw as the reference."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "axes.edgecolor": GRID,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with mpl.rc_context(style):
+        width = 5.6 * min(3, len(evaluations)) if len(evaluations) > 1 else 7.2
+        rows = -(-len(evaluations) // 3)
+        figure, axes = plt.subplots(
+            rows, min(3, len(evaluations)), figsize=(width, 4.2 * rows), squeeze=False, layout="constrained"
+        )
+        for axis in axes.flat[len(evaluations) :]:
+            axis.remove()
+        for axis, evaluation in zip(axes.flat, evaluations, strict=False):
+            _panel(axis, evaluation)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+        plt.close(figure)
+
+
+def _panel(axis: Axes, evaluation: Evaluation) -> None:
+    raw, *others = evaluation.results
+    mean, low, high = _interval(raw)
+    axis.axhspan(low, high, color=RAW, alpha=0.18, lw=0)
+    axis.axhline(mean, color=RAW, ls="--", lw=1.2)
+    axis.plot(raw.embfilter.dim, mean, marker="D", ms=6, color=RAW, ls="")
+    axis.annotate(
+        f"raw, {raw.embfilter.dim} dimensions: {mean:.1f}",
+        (0.985, mean),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        ha="right",
+        xytext=(0, 4),
+        textcoords="offset points",
+        color="#52606d",
+        fontsize=9,
+    )
+    for (kind, results), colour in zip(_by_type(others).items(), COLOURS * 2, strict=False):
+        _line(axis, kind, results, colour)
+    sizes = sorted({r.embfilter.dim for r in evaluation.results})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
+    axis.margins(x=0.09)
+    axis.set(xlabel="dimensions of a vector", ylabel="nDCG@10 (bars: 95% interval of the mean)")
+    axis.set_title(
+        f"{evaluation.eval_set.name}: {len(evaluation.eval_set.queries)} questions, "
+        f"{evaluation.encoder.backbone.name}",
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
+    axis.grid(axis="y", color=GRID)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(length=0)
+    if others:
+        axis.legend(frameon=False, loc="best", fontsize=9)
+
+
+def _line(axis: Axes, kind: str, results: Sequence[FilterResult], colour: str) -> None:
+    figures = [_interval(result) for result in results]
+    sizes = [result.embfilter.dim for result in results]
+    means = [mean for mean, _, _ in figures]
+    spread = [[m - low for m, low, _ in figures], [high - m for m, _, high in figures]]
+    axis.errorbar(sizes, means, yerr=spread, color=colour, marker="o", ms=6, lw=1.8, capsize=3, label=kind)
+    for size, mean in zip(sizes, means, strict=True):
+        axis.annotate(
+            f"{mean:.1f}", (size, mean), xytext=(8, -12), textcoords="offset points", color=colour, fontsize=9
+        )
+
+
+def _by_type(results: Sequence[FilterResult]) -> Mapping[str, list[FilterResult]]:
+    grouped: dict[str, list[FilterResult]] = {}
+    for result in sorted(results, key=lambda r: r.embfilter.dim):
+        grouped.setdefault(result.embfilter.filter_type, []).append(result)
+    return grouped
+
+
+def _interval(result: FilterResult) -> tuple[float, float, float]:
+    """Mean nDCG@10 in points and its 95% normal interval over the questions."""
+    scores = 100 * np.array(list(result.metrics.per_query["ndcg_at_10"].values()))
+    half = 1.96 * scores.std(ddof=1) / np.sqrt(len(scores)) if len(scores) > 1 else 0.0
+    return float(scores.mean()), float(scores.mean() - half), float(scores.mean() + half)

@@ -1,0 +1,87 @@
+"""Result files: what was measured, with all that is needed to trust and repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rag_embfilter import __version__
+from rag_embfilter.encoder import Encoder
+from rag_embfilter.evaluation import Evaluation, FilterResult
+from rag_embfilter.judge import JudgedMetric
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir-measures", "scipy", "ragas")
+
+
+def provenance(encoder: Encoder) -> dict[str, Any]:
+    """Backbone, settings, versions, device, time and command line of a result."""
+    return {
+        "backbone": encoder.settings["backbone"],
+        "revision": encoder.backbone.revision,
+        "encoder": dict(encoder.settings),
+        "encoder_fingerprint": dict(encoder.fingerprint.parts),
+        "device": str(encoder.backbone.device),
+        "dtype": str(encoder.backbone.dtype).removeprefix("torch."),
+        "processors": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {"rag-embfilter": __version__} | {name: _version(name) for name in PACKAGES},
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "pipelines", *sys.argv[1:]],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def evaluation_json(
+    evaluation: Evaluation, judged: Mapping[str, Mapping[str, JudgedMetric]]
+) -> dict[str, Any]:
+    """One eval set's results. `judged`: filter name -> RAGAS metric -> scores."""
+    eval_set, report = evaluation.eval_set, evaluation.ingested
+    return {
+        "eval_set": eval_set.name,
+        "digest": eval_set.digest,
+        "passages": len(eval_set.corpus),
+        "queries": len(eval_set.queries),
+        "passages_encoded": report.encoded,
+        "passages_unchanged": report.unchanged,
+        "recommended": evaluation.best().embfilter.name,
+        "results": [
+            _filter_json(result, judged.get(result.embfilter.name, {})) for result in evaluation.results
+        ],
+    }
+
+
+def _filter_json(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> dict[str, Any]:
+    return {
+        "filter": result.embfilter.name,
+        "filter_parts": dict(result.embfilter.parts),
+        "dim": result.embfilter.dim,
+        "collection": result.collection,
+        "fingerprint": result.fingerprint,
+        "metrics": result.metrics.means(),
+        "queries_scored": len(result.metrics.per_query["ndcg_at_10"]),
+        "queries_excluded": list(result.metrics.excluded),
+        "versus_raw": vars(result.versus_raw) if result.versus_raw else None,
+        "ragas": {
+            name: {
+                "mean": m.mean,
+                "scored": len(m.scores),
+                "failed": len(m.failures),
+                "failures": dict(m.failures),
+            }
+            for name, m in judged.items()
+        },
+        "per_query": {name: dict(scores) for name, scores in result.metrics.per_query.items()},
+        "run": {query: list(passages[:10]) for query, passages in result.run.items()},
+    }

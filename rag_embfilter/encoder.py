@@ -1,0 +1,291 @@
+"""The encoder: texts in, raw unit embeddings out, in one pass of the backbone and no `lm_head`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rag_embfilter import pooling as poolings
+from rag_embfilter.backbone import Backbone, load_backbone
+from rag_embfilter.errors import ConfigError, EncodingError
+from rag_embfilter.filters import Role, unit_rows
+from rag_embfilter.fingerprint import Fingerprint
+from rag_embfilter.inputs import Row, RowBuilder, batches, pad
+from rag_embfilter.templates import Template, resolve_template
+
+if TYPE_CHECKING:
+    from rag_embfilter.spectrum import Spectrum
+
+logger = logging.getLogger(__name__)
+
+FloatArray = NDArray[np.float32]
+# Texts that are tokenised, sorted and batched together: enough to batch well, bounded in memory.
+WINDOW = 8192
+# A processor's caches favour small batches, a GPU's width favours large ones.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+
+
+@dataclass
+class EncodeStats:
+    """What an encoder has done so far: texts seen, texts cut, and tokens of text lost to the cut."""
+
+    texts: int = 0
+    truncated: int = 0
+    tokens_lost: int = 0
+
+    def __iadd__(self, other: EncodeStats) -> EncodeStats:
+        self.texts += other.texts
+        self.truncated += other.truncated
+        self.tokens_lost += other.tokens_lost
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.truncated} of {self.texts} texts truncated, {self.tokens_lost}+ tokens lost"
+
+
+class Encoder:
+    """Turns texts into raw unit embeddings with a causal LM.
+
+    Args:
+        backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
+            `Backbone` (then `revision`, `device` and `dtype` must be left out).
+        template: a name out of `TEMPLATES`, or a format string with `{text}` in it.
+        pooling: `last` or `mean`; by default what the template asks for.
+        max_length: longest text in tokens, the template's own words not counted.
+        device, dtype: see `load_backbone`.
+        revision: branch, tag or commit of a hub model.
+        query_template: another template's name or format string for queries.
+        batch_tokens: tokens in a batch, padding included; changes speed and memory, not vectors.
+        padding_side: `right` or `left`; changes nothing but the inputs' layout.
+
+    Raises:
+        ConfigError: an argument that is out of range or does not fit the backbone.
+        BackboneError: a backbone that cannot be loaded or used.
+    """
+
+    def __init__(
+        self,
+        backbone: str | Backbone,
+        template: str | Template = "prompteol",
+        pooling: str | None = None,
+        max_length: int = 512,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        *,
+        revision: str | None = None,
+        query_template: str | None = None,
+        batch_tokens: int | None = None,
+        padding_side: str = "right",
+    ) -> None:
+        self.template = resolve_template(template, query_template, pooling)
+        self._named = (template if isinstance(template, str) else template.document, query_template)
+        for label, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
+        if padding_side not in ("right", "left"):
+            raise ConfigError(f"padding_side {padding_side!r}: expected right or left.")
+        if isinstance(backbone, Backbone):
+            if (revision, device, dtype) != (None, None, None):
+                raise ConfigError("revision, device and dtype belong to load_backbone; leave them out here.")
+            self.backbone = backbone
+        else:
+            self.backbone = load_backbone(backbone, revision, device, dtype)
+        self.max_length = max_length
+        self.padding_side = padding_side
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.backbone.device.type, 8192)
+        self.stats = EncodeStats()
+        self._builder = RowBuilder(self.backbone, self.template, max_length)
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its settings; the backbone travels by name."""
+        layout = {"batch_tokens": self.batch_tokens, "padding_side": self.padding_side}
+        return _restore, (self.backbone, self.template, self.max_length, self._named, layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of a raw embedding."""
+        return self.backbone.hidden_size
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Everything about the encoder that changes a vector beyond rounding."""
+        return Fingerprint(
+            {
+                "backbone": self.backbone.identity,
+                "template": self.template.document,
+                "query_template": self.template.query,
+                "pooling": self.template.pooling,
+                "special_tokens": f"begin {self._builder.begin} end {self._builder.end}",
+                "truncation": f"{self.template.truncation} over {self.max_length}",
+            }
+        )
+
+    @property
+    def settings(self) -> dict[str, str | int | None]:
+        """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
+        revision = self.backbone.revision
+        return {
+            "backbone": self.backbone.name,
+            "revision": None if revision.startswith("sha256:") else revision,
+            "template": self._named[0],
+            "query_template": self._named[1],
+            "pooling": self.template.pooling,
+            "max_length": self.max_length,
+        }
+
+    def spectrum(self) -> Spectrum:
+        """Directions and singular values of the backbone's unembedding, cached on disk."""
+        from rag_embfilter.spectrum import Spectrum
+
+        backbone = self.backbone
+        return Spectrum.cached(backbone.unembedding, backbone.used_rows, self.unembedding_digest())
+
+    def unembedding_digest(self) -> str:
+        """Digest of the unembedding's used rows."""
+        return self._unembedding_digest
+
+    @cached_property
+    def _unembedding_digest(self) -> str:
+        from rag_embfilter.spectrum import unembedding_digest
+
+        return unembedding_digest(self.backbone.unembedding, self.backbone.used_rows)
+
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of a text alone, as `max_length` counts them."""
+        return len(self._builder.text_ids([text])[0])
+
+    def encode_documents(
+        self,
+        texts: Sequence[str],
+        normalize: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> FloatArray:
+        """Raw embeddings of documents.
+
+        Args:
+            texts: the documents' texts; one is refused when it is empty or only white space.
+            normalize: scale to unit length; `False` keeps the norm for the rare use that needs it.
+            progress: called with the number of texts done, batch by batch.
+
+        Returns: float32 `[n, hidden]`, in input order.
+
+        Raises:
+            ConfigError: not a sequence of texts.
+            EncodingError: texts that are empty, or whose vectors are not finite or are zero; it names
+                them and carries the embeddings of the others.
+        """
+        return self._encode(texts, "document", normalize, progress)
+
+    def encode_queries(
+        self,
+        texts: Sequence[str],
+        normalize: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> FloatArray:
+        """Raw embeddings of queries; as `encode_documents`, with the query's template."""
+        return self._encode(texts, "query", normalize, progress)
+
+    def _encode(
+        self, texts: Sequence[str], role: Role, normalize: bool, progress: Callable[[int], None] | None
+    ) -> FloatArray:
+        if isinstance(texts, str | bytes):
+            raise ConfigError(f"texts is one {type(texts).__name__}, expected a list of texts: [text].")
+        texts = list(texts)
+        problems = {i: why for i, text in enumerate(texts) if (why := _fault(text))}
+        good = [i for i in range(len(texts)) if i not in problems]
+        pooled = np.zeros((len(texts), self.hidden_size), dtype=np.float32)
+        done = EncodeStats()
+        with self._lock:
+            for start in range(0, len(good), WINDOW):
+                window = good[start : start + WINDOW]
+                pooled[window] = self._encode_window([texts[i] for i in window], role, done, progress)
+            self.stats += done
+        if done.truncated:
+            logger.warning("%s (limit %d tokens)", done, self.max_length)
+        return _checked(pooled, good, problems, normalize)
+
+    def _encode_window(
+        self, texts: list[str], role: Role, done: EncodeStats, progress: Callable[[int], None] | None
+    ) -> FloatArray:
+        """Pooled float32 `[n, hidden]` of a window of texts; equal texts are encoded once."""
+        unique = list(dict.fromkeys(texts))
+        place = {text: i for i, text in enumerate(unique)}
+        counts = np.bincount([place[text] for text in texts], minlength=len(unique))
+        rows = self._builder.rows(unique, role)
+        lost = np.array([row.lost for row in rows])
+        done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
+        pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
+        for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
+            pooled[chosen] = self._forward([rows[i] for i in chosen]).cpu().numpy()
+            if progress is not None:
+                progress(int(counts[chosen].sum()))
+        return pooled[[place[text] for text in texts]]
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[Row]) -> Tensor:
+        """One pass of the backbone: float32 `[batch, hidden]`, pooled after the final norm."""
+        batch = pad(rows, self.backbone.tokenizer.pad_token_id or 0, self.padding_side)
+        ids, mask, span = (part.to(self.backbone.device) for part in (batch.ids, batch.mask, batch.span))
+        layout = {}
+        if self.padding_side == "left":
+            # A causal model never looks right, so padding there needs no mask and keeps the fast
+            # kernel. Padding on the left does, with positions counted from the first real token.
+            layout = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        hidden = self.backbone.model(input_ids=ids, use_cache=False, **layout).last_hidden_state
+        if self.template.pooling == "mean":
+            return poolings.mean(hidden, span)
+        return poolings.last_token(hidden, mask)
+
+
+def _restore(
+    backbone: Backbone,
+    template: Template,
+    max_length: int,
+    named: tuple[str, str | None],
+    layout: dict[str, Any],
+) -> Encoder:
+    encoder = Encoder(backbone, template, max_length=max_length, **layout)
+    encoder._named = named
+    return encoder
+
+
+def _fault(text: object) -> str | None:
+    """Why a text cannot be embedded, or None."""
+    if not isinstance(text, str):
+        return f"expected a text, got {type(text).__name__}"
+    if not text.strip():
+        return "the text is empty or only white space"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the text is not valid Unicode ({error.reason} at {error.start})"
+    return None
+
+
+def _checked(pooled: FloatArray, good: list[int], problems: dict[int, str], normalize: bool) -> FloatArray:
+    """The rows at `good` checked for NaN, Inf and zero; raises with all problems, old and new."""
+    try:
+        unit = unit_rows(pooled[good])
+    except EncodingError as error:
+        assert error.embeddings is not None
+        unit = error.embeddings
+        problems |= {good[i]: why for i, why in error.problems.items()}
+    if normalize:
+        pooled[good] = unit
+    pooled[sorted(problems)] = 0.0
+    if problems:
+        raise EncodingError(dict(sorted(problems.items())), pooled)
+    return pooled

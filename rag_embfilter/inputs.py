@@ -1,0 +1,140 @@
+"""Model inputs: a template's words and a text joined as token ids, cut, and padded into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rag_embfilter.backbone import Backbone
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.templates import Template, Truncation
+
+# No tokenizer in use makes a token of more characters; texts far over the limit are cut to this many
+# characters per token before they are tokenised, so that a book costs no more than a page.
+CHARACTERS_PER_TOKEN = 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text as the model sees it.
+
+    Attributes:
+        ids: token ids.
+        start: first position that `mean` pooling counts; it counts all from there on.
+        lost: text tokens cut away; a lower bound for texts far over the limit.
+    """
+
+    ids: list[int]
+    start: int
+    lost: int
+
+
+class RowBuilder:
+    """Joins begin token, template words and text ids into rows.
+
+    Template and text are tokenised apart, so that the template never merges with the text and is
+    never cut, and only the text is.
+    """
+
+    def __init__(self, backbone: Backbone, template: Template, max_length: int) -> None:
+        self.tokenizer = backbone.tokenizer
+        self.template = template
+        self.max_length = max_length
+        end = [backbone.end_token()] if template.end_token else []
+        self.begin = backbone.begin_tokens() or end
+        self.end = end
+        self.words = {role: self.text_ids(template.pieces(role)) for role in ("document", "query")}
+        self._check_positions(backbone)
+
+    def _check_positions(self, backbone: Backbone) -> None:
+        if backbone.max_positions is None:
+            return
+        for words in self.words.values():
+            fixed = len(self.begin) + len(self.end) + sum(map(len, words))
+            room = (backbone.max_positions - fixed) // (len(words) - 1)
+            if self.max_length > room:
+                raise ConfigError(
+                    f"max_length {self.max_length}: {backbone.name!r} takes {backbone.max_positions} "
+                    f"positions, and this template leaves room for texts of {max(room, 0)} tokens. "
+                    f"Set max_length={max(room, 0)} or less."
+                )
+
+    def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text alone, with nothing added."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self.tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
+
+    def rows(self, texts: Sequence[str], role: str) -> list[Row]:
+        """One row per text; a row of a text without any token has no text ids between its words."""
+        shortened = [self._shorten(text) for text in texts]
+        words = self.words[role]
+        return [self._row(ids, words) for ids in self.text_ids(shortened)]
+
+    def _shorten(self, text: str) -> str:
+        keep = self.max_length * CHARACTERS_PER_TOKEN
+        if len(text) <= 2 * keep:
+            return text
+        return text[:keep] + text[-keep:] if self.template.truncation == "middle" else text[:keep]
+
+    def _row(self, text: list[int], words: list[list[int]]) -> Row:
+        kept = cut(text, self.max_length, self.template.truncation)
+        ids = list(self.begin)
+        start = 0
+        for piece in words[:-1]:
+            ids += piece
+            start = len(ids)
+            ids += kept
+        return Row(ids + words[-1] + self.end, start, len(text) - len(kept))
+
+
+def cut(ids: list[int], limit: int, truncation: Truncation) -> list[int]:
+    """At most `limit` ids: the first ones, or (`middle`) the first and the last half."""
+    if len(ids) <= limit:
+        return ids
+    if truncation == "end":
+        return ids[:limit]
+    tail = limit // 2
+    return ids[: limit - tail] + ids[len(ids) - tail :]
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Positions of rows in batches of at most `batch_tokens` tokens, padding included; longest first.
+
+    A row longer than that is a batch of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    start = 0
+    while start < len(order):
+        size = max(1, batch_tokens // max(1, lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded rows `[batch, seq]`: `ids`, `mask` (1 for a real token), `span` (1 where `mean` counts)."""
+
+    ids: Tensor
+    mask: Tensor
+    span: Tensor
+
+
+def pad(rows: Sequence[Row], pad_id: int, side: str) -> Batch:
+    """Pad rows to the longest, on the `right` or the `left`."""
+    width = max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), width), pad_id)
+    mask, span = torch.zeros_like(ids), torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        first = 0 if side == "right" else width - len(row.ids)
+        last = first + len(row.ids)
+        ids[i, first:last] = torch.tensor(row.ids)
+        mask[i, first:last] = 1
+        span[i, first + row.start : last] = 1
+    return Batch(ids, mask, span)

@@ -1,0 +1,67 @@
+"""Collections as they describe themselves: their names, and the metadata that says what made them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qdrant_client.local.qdrant_local import INVALID_NAME_CHARS
+
+from rag_embfilter.encoder import Encoder
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.filters import EmbFilter
+from rag_embfilter.fingerprint import Fingerprint
+
+KEY = "embfilter"  # our part of a collection's metadata
+
+
+@dataclass(frozen=True)
+class CollectionInfo:
+    """A collection and what made it; `fingerprint` is None for one that this package did not make.
+
+    `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`.
+    """
+
+    name: str
+    points: int
+    dim: int
+    fingerprint: Fingerprint | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a collection name that Qdrant or a file system would refuse."""
+    bad = sorted({c for c in name if c in INVALID_NAME_CHARS or ord(c) < 32})
+    if not name.strip() or name in (".", "..") or len(name.encode()) > 200 or bad:
+        raise ConfigError(
+            f"collection name {name!r}: expected 1 to 200 bytes without "
+            '< > : " / \\ | ? * and control characters.'
+        )
+
+
+def collection_name(base: str, embfilter: EmbFilter) -> str:
+    """Full name of a base's collection for a filter: `docs-raw`, `docs-edge-r2`."""
+    return f"{base}-{embfilter.name}"
+
+
+def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]:
+    """Our part of a collection's metadata."""
+    from rag_embfilter import __version__
+
+    fingerprint = encoder.fingerprint | embfilter.fingerprint
+    settings: dict[str, Any] = {key: value for key, value in encoder.settings.items() if value is not None}
+    settings["model_name"] = settings.pop("backbone")
+    chosen = ("filter_type", "filter_ratio", "band_start", "seed")
+    settings |= {key: embfilter.parts[key] for key in chosen if key in embfilter.parts}
+    return {
+        "fingerprint": fingerprint.digest,
+        "parts": dict(fingerprint.parts),
+        "settings": settings,
+        "base": base,
+        "compute_dtype": str(encoder.backbone.dtype).removeprefix("torch."),
+        "version": __version__,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,92 @@
+"""Points: LlamaIndex nodes on their way into Qdrant and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
+from numpy.typing import NDArray
+from qdrant_client import models
+
+FloatArray = NDArray[np.float32]
+VECTOR = "text-dense"  # LlamaIndex's own name for the dense vector
+BATCH_POINTS = 256
+BATCH_BYTES = 8 << 20  # a server refuses requests over 32 MiB
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A search result: the node with its text and metadata, and its cosine similarity."""
+
+    id: str
+    score: float
+    node: TextNode
+
+    @property
+    def text(self) -> str:
+        """The passage."""
+        return str(self.node.get_content(metadata_mode=MetadataMode.NONE))
+
+    @property
+    def place(self) -> str:
+        """Where it comes from: file, and page, line, record or chunk."""
+        metadata = self.node.metadata
+        for key in ("page", "record", "line", "chunk"):
+            if metadata.get(key) is not None:
+                return f"{metadata['source']}, {key} {metadata[key]}"
+        return str(metadata.get("source", ""))
+
+
+def bounded_points(nodes: Sequence[TextNode], vectors: FloatArray) -> Iterator[list[models.PointStruct]]:
+    """Points in batches bounded in number and in bytes as JSON."""
+    batch: list[models.PointStruct] = []
+    size = 0
+    for node, vector in zip(nodes, vectors, strict=True):
+        payload = node_to_metadata_dict(node, remove_text=False, flat_metadata=False)
+        weight = 16 * len(vector) + 4 * len(payload["_node_content"])
+        if batch and (len(batch) == BATCH_POINTS or size + weight > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(models.PointStruct(id=node.id_, payload=payload, vector={VECTOR: vector.tolist()}))
+        size += weight
+    if batch:
+        yield batch
+
+
+def conditions(where: Mapping[str, str] | None) -> models.Filter | None:
+    """All fields must match; each by any reading of its value."""
+    if not where:
+        return None
+    return models.Filter(
+        must=[
+            models.Filter(
+                should=[
+                    models.FieldCondition(key=key, match=models.MatchValue(value=reading))
+                    for reading in _readings(value)
+                ]
+            )
+            for key, value in where.items()
+        ]
+    )
+
+
+def _readings(value: str) -> Iterable[str | int | bool]:
+    yield value
+    if value.lower() in ("true", "false"):
+        yield value.lower() == "true"
+    if value.lstrip("-").isdecimal():
+        yield int(value)
+
+
+def hit_of(point: models.ScoredPoint) -> Hit:
+    """A found point with its node."""
+    payload = point.payload or {}
+    try:
+        node = metadata_dict_to_node(payload)
+    except ValueError:  # made by somebody else: take what there is
+        node = TextNode(text=str(payload.get("text", "")), metadata=payload)
+    assert isinstance(node, TextNode)
+    return Hit(str(point.id), float(point.score), node)
