@@ -10,8 +10,8 @@ import typer
 from pipelines import options, show
 
 if TYPE_CHECKING:
-    from rag_embfilter.encoder import Encoder
     from pipelines.readers import SourceReader
+    from rag_embfilter.encoder import Encoder
     from rag_embfilter.ingestion import IngestReport
     from rag_embfilter.store import Store
 

@@ -239,10 +239,10 @@ class Encoder:
         """One pass of the backbone: float32 `[batch, hidden]`, pooled after the final norm."""
         batch = pad(rows, self.backbone.tokenizer.pad_token_id or 0, self.padding_side)
         ids, mask, span = (part.to(self.backbone.device) for part in (batch.ids, batch.mask, batch.span))
-        layout = {}
+        # A causal model never looks right, so padding there needs no mask: a mask of ones keeps the fast
+        # kernel. Padding on the left needs one, and positions counted from the first real token.
+        layout = {"attention_mask": torch.ones_like(mask)}
         if self.padding_side == "left":
-            # A causal model never looks right, so padding there needs no mask and keeps the fast
-            # kernel. Padding on the left does, with positions counted from the first real token.
             layout = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         hidden = self.backbone.model(input_ids=ids, use_cache=False, **layout).last_hidden_state
         if self.template.pooling == "mean":

@@ -37,7 +37,7 @@ class Spectrum:
 
     @classmethod
     def of(cls, unembedding: Tensor, used_rows: Tensor | None = None) -> Spectrum:
-        """Spectrum of an `unembedding` `[vocab, hidden]`; rows outside `used_rows` (bool `[vocab]`) are left out."""
+        """Spectrum of `unembedding` `[vocab, hidden]`; rows outside `used_rows` (bool `[vocab]`) left out."""
         hidden = unembedding.shape[1]
         gram = torch.zeros(hidden, hidden, dtype=torch.float64)
         for rows in _used_chunks(unembedding, used_rows):
