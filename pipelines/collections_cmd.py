@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines import options, show
-from rag_embfilter.errors import ConfigError
+from rag_embfilter.errors import ConfigError, StoreError
 from rag_embfilter.files import write_json
+
+if TYPE_CHECKING:
+    from rag_embfilter.store import Store
 
 app = typer.Typer(help="List collections, show what made them, adopt or delete them.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Full name of a collection.")]
@@ -24,26 +27,30 @@ def list_all(
 ) -> None:
     """List all collections with their size, filter and backbone."""
     with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
-        found = [store.info(name) for name in store.names()]
-    rows = [
-        [
-            info.name,
-            f"{info.points:,}",
-            str(info.dim),
-            str(info.settings.get("filter_type", "unknown")),
-            str(info.settings.get("model_name", "unknown")),
-            str(info.settings.get("template", "")),
-            str(info.made.get("created", ""))[:10],
-        ]
-        for info in found
-    ]
+        rows = [_row(store, name) for name in store.names()]
     columns = ["name", "points", "dims", "filter", "backbone", "template", "created"]
     if rows:
-        show.out.print(show.table("Collections", columns, rows))
+        show.out.print(show.table("Collections", columns, [[show.escape(c) for c in row] for row in rows]))
     else:
         show.out.print("No collections yet. Make some: python -m pipelines ingest FOLDER --collection NAME")
     if json_file is not None:
         write_json(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
+
+
+def _row(store: Store, name: str) -> list[str]:
+    try:
+        info = store.info(name)
+    except StoreError:  # somebody else's, with other vectors: no reason to hide the rest
+        return [name, "", "", "unknown", "unknown", "", ""]
+    return [
+        name,
+        f"{info.points:,}",
+        str(info.dim),
+        str(info.settings.get("filter_type", "unknown")),
+        str(info.settings.get("model_name", "unknown")),
+        str(info.settings.get("template", "")),
+        str(info.made.get("created", ""))[:10],
+    ]
 
 
 @app.command("show")
@@ -65,7 +72,8 @@ def show_one(
         rows.append(["fingerprint", info.fingerprint.digest])
         rows += [[f"  {part}", str(value)] for part, value in info.fingerprint.parts.items()]
         rows += [[part, str(info.made.get(part))] for part in ("compute_dtype", "version", "created")]
-    shown = show.table(info.name, ["", ""], [[show.escape(c) for c in row] for row in rows], left=2)
+    cells = [[show.escape(cell) for cell in row] for row in rows]
+    shown = show.table(show.escape(info.name), ["", ""], cells, left=2)
     shown.show_header = False
     shown.columns[1].no_wrap = False
     show.out.print(shown)
@@ -89,7 +97,7 @@ def delete(
             show.out.print("Nothing deleted.")
             raise typer.Exit(1)
         store.delete(name)
-    show.out.print(f"Deleted {name} ({points:,} points).")
+    show.out.print(f"Deleted {show.escape(name)} ({points:,} points).", soft_wrap=True)
 
 
 @app.command("adopt")
@@ -116,4 +124,5 @@ def adopt(
         raise ConfigError("a collection has one filter; give one type and one ratio.")
     with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
         store.adopt(name, encoder, filters[0], override)
-        show.out.print(f"{name} is now {filters[0].name} of {backbone}.")
+        made = f"{name} is now {filters[0].name} of {backbone}."
+        show.out.print(show.escape(made), soft_wrap=True)

@@ -93,12 +93,12 @@ def run_evaluation(
         pages.append(evaluation_json(evaluation, judged))
     if json_file is not None:
         write_json(json_file, provenance(encoder) | {"sets": pages})
-        show.out.print(f"JSON: {json_file}")
+        show.out.print(f"JSON: {show.escape(str(json_file))}", soft_wrap=True)
     if plot is not None:
         from pipelines.plot import quality_against_dimensions
 
         quality_against_dimensions(evaluations, plot)
-        show.out.print(f"Picture: {plot}")
+        show.out.print(f"Picture: {show.escape(str(plot))}", soft_wrap=True)
     return evaluations
 
 
@@ -141,7 +141,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
         f"({report.encoded} encoded, {report.unchanged} unchanged), {evaluation.encoder.backbone.name}"
     )
     show.out.print()
-    show.out.print(show.table(title, head, rows))
+    show.out.print(show.table(show.escape(title), head, rows))
     show.out.print(_sentence(evaluation))
 
 

@@ -118,8 +118,10 @@ def ingest(
 
 
 def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: Store) -> None:
+    from pipelines.readers import printable
+
     rows = [
-        [name, str(info.dim), f"{info.points:,}"]
+        [show.escape(name), str(info.dim), f"{info.points:,}"]
         for name in report.collections
         for info in [store.info(name)]
     ]
@@ -132,19 +134,20 @@ def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: 
     if encoder.stats.truncated:
         show.out.print(f"{encoder.stats} (longer than --max-length).")
     if reader.skipped:
-        kinds = sorted({file.suffix or "(none)" for file in reader.skipped})
-        show.out.print(f"{len(reader.skipped)} files of other types passed over: {' '.join(kinds)}")
+        kinds = " ".join(sorted({printable(file.suffix) or "(none)" for file in reader.skipped}))
+        show.out.print(f"{len(reader.skipped)} files of other types passed over: {show.escape(kinds)}")
     show.listed("Not read", reader.failed)
     show.listed("Not stored", report.failed)
 
 
 def _write(path: Path, report: IngestReport, reader: SourceReader, encoder: Encoder) -> None:
+    from pipelines.readers import printable
     from pipelines.results import provenance
     from rag_embfilter.files import write_json
 
     result = vars(report) | {
         "not_read": reader.failed,
-        "skipped": [str(file) for file in reader.skipped],
+        "skipped": [printable(str(file)) for file in reader.skipped],
         "truncated": vars(encoder.stats),
     }
     write_json(path, provenance(encoder) | {"ingest": result})

@@ -5,8 +5,12 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import math
+import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,18 @@ from rag_embfilter.errors import ConfigError
 RESERVED = frozenset(
     "source title chunk record page line doc_id document_id ref_doc_id _node_content _node_type".split()
 )
-BOMS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
-BLOCKS = "address article br dd div dt h1 h2 h3 h4 h5 h6 hr li p pre section table td th tr".split()
+# UTF-32's little-endian mark begins with UTF-16's, so it comes first.
+BOMS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+    codecs.BOM_UTF8: "utf-8-sig",
+}
+BLOCKS = (
+    "address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer "
+    "form h1 h2 h3 h4 h5 h6 header hr li main nav ol option p pre section summary table td th tr ul"
+).split()
 SCALARS = (str, int, float, bool)
 
 
@@ -65,11 +79,15 @@ class SourceReader:
     def __iter__(self) -> Iterator[Document]:
         for file in self.files:
             source = self._name(file)
-            before = len(self.failed)
+            before, empty = len(self.failed), True
             try:
-                yield from READERS[file.suffix.lower()](file, source, self)
+                for document in READERS[file.suffix.lower()](file, source, self):
+                    empty = False
+                    yield document
             except _EXPECTED as error:
-                self.fail(str(file), _reason(error, self.options.encoding))
+                self.fail(str(file), _reason(error))
+            if empty and len(self.failed) == before:
+                self.fail(str(file), "no records in it")
             if len(self.failed) > before:
                 self.incomplete.add(source)
             if self.on_bytes is not None:
@@ -77,36 +95,41 @@ class SourceReader:
 
     def fail(self, what: str, reason: str) -> None:
         """Note something that could not be read."""
-        self.failed.append((what, reason))
+        self.failed.append((printable(what), reason))
 
     def _name(self, file: Path) -> str:
         path = file.resolve()
         root = self.options.root
         if root is None:
-            return path.as_posix()
+            return printable(path.as_posix())
         try:
-            return path.relative_to(root.resolve()).as_posix()
+            return printable(path.relative_to(root.resolve()).as_posix())
         except ValueError as error:
             raise ConfigError(f"{str(file)!r} is not below --root {str(root)!r}.") from error
+
+
+def printable(name: str) -> str:
+    """A file's name as valid Unicode: bytes of it that are not UTF-8 are written as escapes."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def open_sources(sources: Sequence[Path], options: ReadOptions) -> SourceReader:
     """Find the files to read: those named, and those of supported types below the folders named.
 
     Hidden files and folders are passed over. Raises `ConfigError` for a path that does not exist, a
-    named file of another type, an unknown encoding, or when there is nothing to read.
+    named file of another type, a file that is not below `root`, an unknown encoding, or when there is
+    nothing to read.
     """
     try:
-        codecs.lookup(options.encoding)
-    except LookupError as error:
+        "a".encode(options.encoding)  # looking it up would also find `hex` and others that make no text
+    except (LookupError, UnicodeError) as error:
         raise ConfigError(f"encoding {options.encoding!r}: unknown; try utf-8, cp949 or latin-1.") from error
     reader = SourceReader([], options)
     for source in sources:
         if source.is_dir():
-            for file in sorted(source.rglob("*")):
-                if file.is_file() and not any(p.startswith(".") for p in file.relative_to(source).parts):
-                    supported = file.suffix.lower() in READERS
-                    (reader.files if supported else reader.skipped).append(file)
+            for file in _files_below(source, reader):
+                supported = file.suffix.lower() in READERS
+                (reader.files if supported else reader.skipped).append(file)
         elif not source.exists():
             raise ConfigError(f"source {str(source)!r} does not exist.")
         elif source.suffix.lower() not in READERS:
@@ -117,11 +140,25 @@ def open_sources(sources: Sequence[Path], options: ReadOptions) -> SourceReader:
         else:
             reader.files.append(source)
     reader.files = list({file.resolve(): file for file in reader.files}.values())
+    reader.skipped = list({file.resolve(): file for file in reader.skipped}.values())
+    for file in reader.files:
+        reader._name(file)  # one that is not below `root` ends the run before anything is encoded
     if not reader.files:
         raise ConfigError(
             f"nothing to read in {', '.join(map(str, sources))}: expected files of type {' '.join(READERS)}."
         )
     return reader
+
+
+def _files_below(folder: Path, reader: SourceReader) -> list[Path]:
+    """A folder's files in order, without hidden ones; a folder that cannot be listed is noted as failed."""
+    found: list[Path] = []
+    # Not `rglob`: it passes over folders that it may not enter without a word, and walks hidden ones.
+    walk = os.walk(folder, onerror=lambda error: reader.fail(str(error.filename), str(error.strerror)))
+    for place, folders, names in walk:
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in found if file.is_file())
 
 
 class _UnreadableError(Exception):
@@ -131,9 +168,10 @@ class _UnreadableError(Exception):
 _EXPECTED = (OSError, ValueError, KeyError, csv.Error, _UnreadableError, RecursionError)
 
 
-def _reason(error: BaseException, encoding: str) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return f"not {encoding} text (byte {error.start}); name its encoding with --encoding"
+        byte = error.object[error.start]  # not its place: a stream counts that from its last block
+        return f"not {error.encoding} text (byte 0x{byte:02x}); name its encoding with --encoding"
     return f"{error}".strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -148,7 +186,7 @@ def _text_encoding(file: Path, encoding: str) -> str:
     return encoding
 
 
-def _document(source: str, text: str, title: str = "", part: str = "", **metadata: Any) -> Document:
+def _document(source: str, text: str, title: str = "", part: str = "", /, **metadata: Any) -> Document:
     doc_id = f"{source}#{part}" if part else source
     return Document(id_=doc_id, text=text, metadata={"source": source, "title": title, **metadata})
 
@@ -159,17 +197,39 @@ def _read_text(file: Path, source: str, reader: SourceReader) -> Iterator[Docume
 
 
 def _read_html(file: Path, source: str, reader: SourceReader) -> Iterator[Document]:
-    from bs4 import BeautifulSoup
+    from bs4 import BeautifulSoup, ParserRejectedMarkup
 
     # LlamaIndex's HTMLTagReader returns the code of <script> tags as text; BeautifulSoup leaves it out.
-    soup = BeautifulSoup(file.read_bytes(), "html.parser")
-    title = soup.title.get_text(" ", strip=True) if soup.title else ""
+    try:
+        soup = BeautifulSoup(_html_text(file, reader.options.encoding), "html.parser")
+    except ParserRejectedMarkup as error:
+        raise _UnreadableError(f"not readable HTML ({error})") from error
+    title = " ".join(soup.title.get_text().split()) if soup.title else ""
     if soup.title:
         soup.title.decompose()
     for tag in soup.find_all(BLOCKS):
+        tag.insert_before("\n")
         tag.insert_after("\n")
     lines = (" ".join(line.split()) for line in soup.get_text().splitlines())
     yield _document(source, "\n".join(line for line in lines if line), title)
+
+
+def _html_text(file: Path, encoding: str) -> str:
+    """A page's text by its byte order mark, else by what it says itself, else by the encoding given.
+
+    BeautifulSoup would guess where the page says nothing, and guesses Korean as Chinese.
+    """
+    from bs4.dammit import EncodingDetector
+
+    encoding = _text_encoding(file, encoding)
+    content = file.read_bytes()
+    said = EncodingDetector.find_declared_encoding(content, is_html=True)
+    # A page without NUL bytes that says UTF-16 is wrong about itself.
+    if said and not content.startswith(tuple(BOMS)) and not said.startswith("utf-16"):
+        with suppress(LookupError, ValueError):
+            # Browsers take EUC-KR for its superset, and pages rely on that.
+            return content.decode("cp949" if codecs.lookup(said).name == "euc_kr" else said)
+    return content.decode(encoding)
 
 
 def _read_pdf(file: Path, source: str, reader: SourceReader) -> Iterator[Document]:
@@ -184,17 +244,19 @@ def _read_pdf(file: Path, source: str, reader: SourceReader) -> Iterator[Documen
         raise _UnreadableError("no text in this PDF (scanned pages need OCR first)")
     for number, page in enumerate(pages, 1):
         if page.text.strip():
-            yield _document(source, page.text, part=f"page={number}", page=page.metadata["page_label"])
+            label = page.metadata["page_label"]
+            yield _document(source, page.text, "", f"page={number}", page=label)
 
 
 def _read_docx(file: Path, source: str, reader: SourceReader) -> Iterator[Document]:
+    from xml.etree.ElementTree import ParseError
     from zipfile import BadZipFile
 
     from llama_index.readers.file import DocxReader
 
     try:
         (document,) = DocxReader().load_data(file)
-    except (BadZipFile, KeyError) as error:
+    except (BadZipFile, KeyError, ParseError, EOFError, RuntimeError, zlib.error) as error:
         raise _UnreadableError(f"not a readable .docx ({error})") from error
     yield _document(source, document.text)
 
@@ -212,6 +274,12 @@ def _parsed(
     for number, line in lines:
         try:
             record = json.loads(line)
+            if "\\ud" in line.lower():
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            # Half a pair in an escape is JSON, but no tokenizer and no store takes it.
+            reader.fail(f"{file} line {number}", "not valid Unicode (a lone surrogate in an escape)")
+            continue
         except (ValueError, RecursionError) as error:
             reader.fail(f"{file} line {number}", f"not JSON ({error})")
             continue
@@ -260,10 +328,15 @@ def _records(
         kept = {
             f"field_{k}" if k in RESERVED else str(k): v
             for k, v in fields.items()
-            if k not in used and isinstance(v, SCALARS)
+            if k not in used and _plain(v)
         }
         title = record.get(options.title_column)
         yield _document(source, text, title if isinstance(title, str) else "", key, record=key, **kept)
+
+
+def _plain(value: object) -> bool:
+    """Whether metadata can hold a value; JSON, in which it is stored and shown, has no NaN and no Inf."""
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, SCALARS)
 
 
 READERS: dict[str, Callable[[Path, str, SourceReader], Iterator[Document]]] = {

@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -32,8 +32,15 @@ def provenance(encoder: Encoder) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"rag-embfilter": __version__} | {name: _version(name) for name in PACKAGES},
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "pipelines", *sys.argv[1:]],
+        "command": ["python", "-m", "pipelines", *_without_key(sys.argv[1:])],
     }
+
+
+def _without_key(words: Sequence[str]) -> list[str]:
+    """A command line without the server's key, since results are shown to others."""
+    name = "--qdrant-api-key"
+    hidden = [f"{name}=..." if word.startswith(f"{name}=") else word for word in words]
+    return ["..." if i and hidden[i - 1] == name else word for i, word in enumerate(hidden)]
 
 
 def _version(package: str) -> str | None:

@@ -54,7 +54,8 @@ def search(
     for rank, hit in enumerate(hits, 1):
         _print_hit(rank, hit)
     if not hits:
-        show.out.print(f"Nothing in {info.name} matches" + (f" {' '.join(where)}." if where else "."))
+        nothing = f"Nothing in {info.name} matches" + (f" {' '.join(where)}." if where else ".")
+        show.out.print(show.escape(nothing), soft_wrap=True)
     if json_file is not None:
         write_json(json_file, _json(question, info, hits))
 

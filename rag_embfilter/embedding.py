@@ -83,9 +83,9 @@ class EmbFilterEmbedding(BaseEmbedding):
     _encoder: Encoder = PrivateAttr()
     _filter: EmbFilter = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
-        """Load the backbone, make the filter and check the fingerprint."""
-        super().model_post_init(context)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # Here and not in a validator, so that our errors reach the user as they are.
         self._encoder = Encoder(
             self.model_name,
             self.template,

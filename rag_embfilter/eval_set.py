@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rag_embfilter.errors import EvalSetError
+from rag_embfilter.metrics import MAX_GRADE
 from rag_embfilter.nodes import passage_text
 
 SHOWN = 5
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of such bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class EvalSet:
         """Read `corpus.jsonl`, `queries.jsonl` and `qrels/test.tsv` from a folder.
 
         Raises one `EvalSetError` that names all faults: missing files, broken lines, duplicate or
-        unknown ids, empty texts, grades that are not whole numbers of 0 or more, and queries without a
+        unknown ids, empty texts, grades that are not whole numbers from 0 to 20, and queries without a
         relevant passage.
         """
         root = Path(folder)
@@ -67,8 +70,9 @@ class EvalSet:
         for query in queries:
             if not any(grade > 0 for grade in qrels.get(query, {}).values()):
                 faults.add("queries without a relevant passage", query)
-        if not queries or not corpus:
-            faults.add("empty files", "corpus.jsonl" if queries else "queries.jsonl")
+        for file, records in zip(files, (corpus, queries), strict=False):
+            if not records:
+                faults.add("empty files", file.name)
         faults.raise_if_any(root)
         digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
         return cls(root.resolve().name, corpus, queries, qrels, answers, digest)
@@ -104,11 +108,14 @@ class _Faults:
 def _records(path: Path, faults: _Faults) -> Iterator[tuple[str, dict[str, Any]]]:
     """(id, record) of each line of a JSONL file that has an id of its own."""
     seen: set[str] = set()
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path.name} line {number}"
+            if NOT_UTF8.search(line):
+                faults.add("lines that are not UTF-8", where)
+                continue
             try:
                 record = json.loads(line)
             except ValueError:
@@ -165,8 +172,8 @@ def _qrels(
             where = f"{path.name} line {number}"
             if not row or (number == 1 and row[-1].strip() == "score"):
                 continue
-            if len(row) != 3 or not row[2].strip().isdecimal():
-                faults.add("judgements that are not query, passage, grade (0 or more)", where)
+            if len(row) != 3 or not row[2].strip().isdecimal() or int(row[2]) > MAX_GRADE:
+                faults.add(f"judgements that are not query, passage, grade (0 to {MAX_GRADE})", where)
                 continue
             query, passage, grade = row[0], row[1], int(row[2])
             if query not in queries:

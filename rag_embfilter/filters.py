@@ -264,15 +264,14 @@ def unit_rows(vectors: FloatArray, scale: NDArray[np.floating] | None = None) ->
     """
     norms = np.linalg.norm(vectors.astype(np.float64), axis=1)
     floor = 1e-6 * (np.ones(len(norms)) if scale is None else scale)
-    problems = {}
-    for row in np.flatnonzero(~(np.isfinite(norms) & (norms > floor))):
-        finite = bool(np.isfinite(norms[row]))
-        problems[int(row)] = "nothing is left of its vector" if finite else "its vector holds NaN or Inf"
-    safe = np.where(np.isfinite(norms) & (norms > floor), norms, np.inf)
-    unit = np.nan_to_num(vectors / safe[:, None], nan=0.0, posinf=0.0, neginf=0.0).astype(np.float32)
-    if problems:
-        raise EncodingError(problems, unit)
-    return unit
+    good = np.isfinite(norms) & (norms > floor)
+    unit = np.zeros(vectors.shape, dtype=np.float32)
+    unit[good] = vectors[good] / norms[good, None]
+    if good.all():
+        return unit
+    reasons = np.where(np.isfinite(norms), "nothing is left of its vector", "its vector holds NaN or Inf")
+    problems = {int(row): str(reasons[row]) for row in np.flatnonzero(~good)}
+    raise EncodingError(problems, unit)
 
 
 def _checked_dim(hidden: int, filter_type: str, ratio: int, band_start: int | None, seed: int) -> int:

@@ -48,20 +48,23 @@ def id_metrics(
 ) -> dict[str, JudgedMetric]:
     """RAGAS's id-based context precision and recall of the first `k` passages; no judge, no network.
 
-    Precision is over the passages retrieved, recall over those of grade 1 or more. A question with no
-    passage retrieved counts 0 in both; one without relevant passages is a failure. Works inside a
-    running event loop. Raises `MissingExtraError` when RAGAS is absent or broken.
+    Precision is over the passages retrieved, recall over those of grade 1 or more. Ids are compared as
+    text, and a passage retrieved twice counts once, as in `rank_metrics`. A question with no passage
+    retrieved counts 0 in both; one without relevant passages is a failure. Works inside a running event
+    loop. Raises `MissingExtraError` when RAGAS is absent or broken.
     """
     if k < 1:
         raise ConfigError(f"k {k}: expected 1 or more.")
     precision, recall, sample_type = _ragas()
     scores: dict[str, dict[str, float]] = {name: {} for name in ID_METRICS}
     failures: dict[str, dict[str, str]] = {name: {} for name in ID_METRICS}
+    judged = {str(query): grades for query, grades in qrels.items()}
+    ranked = {str(query): list(dict.fromkeys(map(str, passages))) for query, passages in run.items()}
 
     async def score_all() -> None:
-        for query, grades in qrels.items():
+        for query, grades in judged.items():
             relevant = [str(passage) for passage, grade in grades.items() if grade > 0]
-            found = [str(passage) for passage in run.get(query, [])[:k]]
+            found = ranked.get(query, [])[:k]
             for name, metric in zip(ID_METRICS, (precision(), recall()), strict=True):
                 if not relevant:
                     failures[name][query] = "no relevant passage"

@@ -17,6 +17,7 @@ Verdict = Literal["better", "worse", "no evidence", "too few queries"]
 
 METRICS = ("ndcg_at_10", "recall_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
 MIN_QUERIES = 20
+MAX_GRADE = 20  # the evaluator takes memory in proportion to the gain, 2^grade, and ends in a crash
 RESAMPLES = 9999
 
 
@@ -49,7 +50,8 @@ def rank_metrics(qrels: Qrels, run: Run) -> RankMetrics:
 
     nDCG's gain is `2^grade - 1`; the other metrics count a grade of 1 or more as relevant. Ids are
     compared as text. A passage that a ranking names twice counts once, at its better place. A query
-    with relevant passages and no ranking scores 0; one without relevant passages is excluded.
+    with relevant passages and no ranking scores 0; one without relevant passages is excluded. Raises
+    `ConfigError` for a grade over 20.
     """
     import ir_measures
     from ir_measures import AP, RR, R, nDCG
@@ -58,6 +60,8 @@ def rank_metrics(qrels: Qrels, run: Run) -> RankMetrics:
     relevant = {q: grades for q, grades in judged.items() if any(g > 0 for g in grades.values())}
     ranked = {str(q): _as_scores(passages) for q, passages in run.items()}
     top = max((g for grades in relevant.values() for g in grades.values()), default=1)
+    if top > MAX_GRADE:
+        raise ConfigError(f"grade {top}: expected {MAX_GRADE} or less, as its gain is 2^grade - 1.")
     measures = {
         nDCG(gains={grade: 2**grade - 1 for grade in range(top + 1)}) @ 10: "ndcg_at_10",
         R @ 10: "recall_at_10",

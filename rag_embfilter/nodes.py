@@ -92,9 +92,12 @@ class Splitter:
         """Passage texts with their place in `text`, as (passage, start, end)."""
         assert self.chunk_size is not None
         size = self.chunk_size
+        first = len(text) - len(text.lstrip())
+        before = 0  # how far a title moved the text
         if title:
             taken = self.count_tokens(title + " ")
             if taken > size // 2:
+                before = len(title) + 1 - first
                 title, text = "", passage_text(title, text)
             else:
                 size -= taken
@@ -104,8 +107,20 @@ class Splitter:
             for chunk in cutter.split_text(part):
                 found = part.find(chunk, position)
                 position = found if found >= 0 else position
-                start = offset + position
-                yield passage_text(title, chunk), start, start + len(chunk)
+                for place, piece in self._fitting(title, chunk):
+                    start = offset + position + place - before
+                    yield passage_text(title, piece), max(start, first), max(start + len(piece), first)
+
+    def _fitting(self, title: str, chunk: str, place: int = 0) -> Iterator[tuple[int, str]]:
+        """A chunk as (place, text), in halves where it takes more tokens than its sentences did apart."""
+        assert self.chunk_size is not None
+        if len(chunk) < 2 or self.count_tokens(passage_text(title, chunk)) <= self.chunk_size:
+            yield place, chunk
+            return
+        middle = max(chunk.find(" ", len(chunk) // 2), 0) or len(chunk) // 2
+        right = chunk[middle:].lstrip()
+        yield from self._fitting(title, chunk[:middle].rstrip(), place)
+        yield from self._fitting(title, right, place + len(chunk) - len(right))
 
     def _cutter(self, size: int) -> SentenceSplitter:
         """LlamaIndex's splitter for chunks of `size` tokens, made once."""

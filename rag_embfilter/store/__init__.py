@@ -18,7 +18,7 @@ from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
 from rag_embfilter.filters import EmbFilter, unit_rows
 from rag_embfilter.fingerprint import Fingerprint
-from rag_embfilter.store.connection import open_embedded, readable
+from rag_embfilter.store.connection import open_embedded, open_server, readable
 from rag_embfilter.store.described import KEY, CollectionInfo, check_name, collection_name, made_by
 from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of
 
@@ -60,9 +60,7 @@ class Store:
         elif path is not None:
             self.client = open_embedded(Path(path))
         else:
-            with readable(self.where):
-                self.client = QdrantClient(url=url, api_key=api_key, timeout=timeout)
-                self.client.get_collections()
+            self.client = open_server(str(url), api_key, timeout)
         self.embedded = isinstance(self.client._client, QdrantLocal)
 
     def __enter__(self) -> Store:

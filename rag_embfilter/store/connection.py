@@ -11,6 +11,8 @@ from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedR
 
 from rag_embfilter.errors import StoreError
 
+OLDEST_SERVER = (1, 16)
+
 
 def open_embedded(path: Path) -> QdrantClient:
     """Open the embedded engine on a folder. Raises `StoreError` when it is in use or unreadable."""
@@ -28,6 +30,19 @@ def open_embedded(path: Path) -> QdrantClient:
         ) from error
     except (OSError, ValueError, KeyError) as error:
         raise StoreError(f"the embedded store {str(path)!r} cannot be opened: {error}") from error
+
+
+def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
+    """Connect to a server and check that it is one we can use. Raises `StoreError`."""
+    with readable(url):
+        client = QdrantClient(url=url, api_key=api_key, timeout=timeout, check_compatibility=False)
+        version = client.info().version
+    if tuple(int(part) for part in version.split("-")[0].split(".")[:2]) < OLDEST_SERVER:
+        raise StoreError(
+            f"the server at {url} is Qdrant {version}; collection metadata, where fingerprints live, "
+            f"needs {'.'.join(map(str, OLDEST_SERVER))} or later. Upgrade the server."
+        )
+    return client
 
 
 @contextmanager

@@ -1,0 +1,213 @@
+"""Ingestion: one pass for all filters, nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llama_index.core.schema import Document
+
+from rag_embfilter import EmbFilter, Encoder, ingest
+from rag_embfilter.errors import ConfigError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def filters(encoder) -> list[EmbFilter]:
+    return [
+        EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2), ("edge", 4), ("tail", 4))
+    ]
+
+
+NAMES = ["c-raw", "c-edge-r2", "c-edge-r4", "c-tail-r4"]
+
+
+def _corpus(**texts: str) -> list[Document]:
+    return [Document(id_=name, text=text) for name, text in texts.items()]
+
+
+def _contents(store, name):
+    """Text by document id."""
+    records, _ = store.client.scroll(name, limit=1000)
+    return sorted((r.payload["doc_id"], r.payload["chunk"], str(r.id)) for r in records)
+
+
+def test_one_pass_fills_every_collection_with_the_same_points(store, encoder, filters):
+    with tiny.ForwardCounter(encoder) as counter:
+        report = ingest(_corpus(a="alpha", b="beta", c="gamma"), encoder, filters, store, "c")
+    assert counter.texts == 3
+    assert report.collections == NAMES
+    assert (report.documents, report.nodes, report.encoded, report.unchanged) == (3, 3, 3, 0)
+    contents = [_contents(store, name) for name in NAMES]
+    assert all(content == contents[0] for content in contents) and len(contents[0]) == 3
+    raw = store.vectors("c-raw", [point for _, _, point in contents[0]])
+    for embfilter, name in zip(filters, NAMES, strict=True):
+        stored = store.vectors(name, [point for _, _, point in contents[0]])
+        np.testing.assert_allclose(stored, embfilter.apply(raw), atol=1e-6)
+
+
+def test_c03_again_changed_and_emptied(store, encoder, filters):
+    texts = {f"d{i}": f"text number {i}" for i in range(5)}
+    ingest(_corpus(**texts), encoder, filters, store, "c")
+    before = _contents(store, "c-raw")
+    with tiny.ForwardCounter(encoder) as counter:
+        again = ingest(_corpus(**texts), encoder, filters, store, "c")
+    assert (counter.texts, again.unchanged, again.removed) == (0, 5, 0)
+    assert _contents(store, "c-raw") == before
+
+    texts["d2"] = "something else"
+    with tiny.ForwardCounter(encoder) as counter:
+        changed = ingest(_corpus(**texts), encoder, filters, store, "c")
+    assert (counter.texts, changed.encoded, changed.unchanged) == (1, 1, 4)
+    assert changed.removed == len(NAMES)  # one former point in each collection
+    for name in NAMES:
+        after = _contents(store, name)
+        assert [c for c in after if c[0] != "d2"] == [c for c in before if c[0] != "d2"]
+        assert len(after) == 5
+
+
+def test_two_documents_with_one_text_stay_two(store, encoder, filters):
+    report = ingest(_corpus(a="same", b="same"), encoder, filters, store, "c")
+    assert report.encoded == 2
+    assert [c[0] for c in _contents(store, "c-edge-r2")] == ["a", "b"]
+
+
+def test_a_document_that_shrinks_loses_only_its_last_chunks(store, encoder, filters):
+    long = " ".join(f"Sentence number {i} stands here." for i in range(12))
+    ingest(_corpus(a=long, b=long), encoder, filters, store, "c", chunk_size=64, chunk_overlap=0)
+    full = _contents(store, "c-raw")
+    short = long[: len(long) // 2]
+    ingest(_corpus(a=short, b=long), encoder, filters, store, "c", chunk_size=64, chunk_overlap=0)
+    after = _contents(store, "c-raw")
+    assert [c for c in after if c[0] == "b"] == [c for c in full if c[0] == "b"]
+    assert 0 < len([c for c in after if c[0] == "a"]) < len([c for c in full if c[0] == "a"])
+
+
+def test_a_new_filter_comes_from_the_raw_collection_without_a_pass(store, encoder, filters):
+    corpus = _corpus(a="alpha", b="beta")
+    ingest(corpus, encoder, filters[:1], store, "c")
+    with tiny.ForwardCounter(encoder) as counter:
+        report = ingest(corpus, encoder, filters, store, "c")
+    assert (counter.texts, report.refiltered, report.encoded) == (0, 2, 0)
+    ids = [point for _, _, point in _contents(store, "c-raw")]
+    expected = filters[3].apply(encoder.encode_documents(["alpha", "beta"]))
+    stored = dict(zip(ids, store.vectors("c-tail-r4", ids), strict=True))
+    for (doc, _, point), row in zip(_contents(store, "c-raw"), expected, strict=True):
+        np.testing.assert_allclose(stored[point], row, atol=1e-5, err_msg=doc)
+
+
+def test_a_raw_collection_of_another_encoder_is_no_source(store, llama, encoder, filters):
+    ingest(_corpus(a="alpha"), encoder, filters[:1], store, "c")
+    other = Encoder(str(llama), template="echo", device="cpu")
+    report = ingest(_corpus(a="alpha"), other, [EmbFilter.from_encoder(other, "edge", 2)], store, "c")
+    assert (report.refiltered, report.encoded) == (0, 1)
+
+
+def test_c04_a_failing_document_keeps_its_former_version_and_the_rest_is_stored(store, encoder, filters):
+    ingest(_corpus(a="alpha", b="beta one"), encoder, filters, store, "c")
+    former = [c for c in _contents(store, "c-raw") if c[0] == "b"]
+    with tiny.Spoil(encoder, "#", float("nan")):
+        report = ingest(_corpus(a="alpha two", b="beta # two", c="gamma"), encoder, filters, store, "c")
+    ((document, reason),) = report.failed
+    assert document == "b" and "NaN" in reason
+    for name in NAMES:
+        assert [c for c in _contents(store, name) if c[0] == "b"] == former
+        assert [c[0] for c in _contents(store, name)] == ["a", "b", "c"]
+    with tiny.ForwardCounter(encoder) as counter:
+        ingest(_corpus(a="alpha two", b="beta # two", c="gamma"), encoder, filters, store, "c")
+    assert counter.texts == 1  # only what was missing
+    after = [c for c in _contents(store, "c-raw") if c[0] == "b"]
+    assert len(after) == 1 and after != former
+
+
+def test_c04_a_run_that_dies_converges_on_the_next(store, encoder, filters, monkeypatch):
+    """Killed after some collections were written: no duplicates, no gaps, and no second pass."""
+    real, calls = store.upsert, []
+
+    def dying(name, nodes, vectors):
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(name, nodes, vectors)
+
+    corpus = _corpus(**{f"d{i}": f"text {i}" for i in range(10)})
+    monkeypatch.setattr(store, "upsert", dying)
+    with pytest.raises(KeyboardInterrupt):
+        ingest(corpus, encoder, filters, store, "c")
+    monkeypatch.setattr(store, "upsert", real)
+    with tiny.ForwardCounter(encoder) as counter:
+        report = ingest(corpus, encoder, filters, store, "c")
+    assert (counter.texts, report.refiltered, report.failed) == (0, 10, [])
+    assert all(store.info(name).points == 10 for name in NAMES)
+
+
+def test_c11_empty_documents_are_skipped_and_reported(store, encoder, filters):
+    report = ingest(_corpus(a="alpha", b="", c=" \n"), encoder, filters, store, "c")
+    assert report.failed == [("b", "no text in it"), ("c", "no text in it")]
+    assert store.info("c-raw").points == 1
+
+
+def test_a_vector_that_one_filter_removes_fails_for_that_filter_alone(store, encoder, filters, monkeypatch):
+    direction = encoder.spectrum().directions[0]  # removed by edge, kept by raw and tail
+
+    def forced(texts, **kwargs):
+        return np.stack([direction if text == "gone" else np.roll(direction, 1) for text in texts])
+
+    monkeypatch.setattr(encoder, "encode_documents", forced)
+    report = ingest(_corpus(a="alpha", b="gone"), encoder, filters, store, "c")
+    assert [store.info(name).points for name in NAMES] == [2, 1, 1, 2]
+    assert {document for document, _ in report.failed} == {"b"}
+
+
+def test_sources_not_read_whole_lose_nothing(store, encoder, filters):
+    def records(*names):
+        return [Document(id_=f"f#{n}", text=f"text {n}", metadata={"source": "f"}) for n in names]
+
+    ingest(records("1", "2", "3"), encoder, filters, store, "c")
+    ingest(records("1"), encoder, filters, store, "c", incomplete={"f"})
+    assert store.info("c-raw").points == 3
+    ingest(records("1"), encoder, filters, store, "c")
+    assert store.info("c-raw").points == 1
+
+
+def test_documents_of_a_source_must_follow_each_other(store, encoder, filters, monkeypatch):
+    monkeypatch.setattr("rag_embfilter.ingestion.WINDOW", 1)
+    documents = [Document(id_=f"{s}{i}", text=f"{s}{i}", metadata={"source": s}) for i, s in enumerate("aba")]
+    with pytest.raises(ConfigError, match="sort the documents by source"):
+        ingest(documents, encoder, filters, store, "c")
+
+
+def test_many_windows_with_sources_across_them(store, encoder, filters, monkeypatch):
+    monkeypatch.setattr("rag_embfilter.ingestion.WINDOW", 4)
+
+    def documents(skip=()):
+        return [
+            Document(id_=f"{s}#{i}", text=f"text {s} {i}", metadata={"source": s})
+            for s in "abc"
+            for i in range(5)
+            if (s, i) not in skip
+        ]
+
+    ingest(documents(), encoder, filters, store, "c")
+    assert store.info("c-raw").points == 15
+    report = ingest(documents(skip={("a", 0), ("b", 4)}), encoder, filters, store, "c")
+    assert report.removed == 2 * len(NAMES)
+    assert {c[0] for c in _contents(store, "c-tail-r4")} == {d.id_ for d in documents({("a", 0), ("b", 4)})}
+
+
+def test_no_filter_or_one_twice_is_refused(store, encoder, filters):
+    for bad in ([], [filters[1], filters[1]]):
+        with pytest.raises(ConfigError, match="at least one, and no two alike"):
+            ingest(_corpus(a="alpha"), encoder, bad, store, "c")
+
+
+def test_chunk_size_over_max_length_is_refused(store, encoder, filters):
+    with pytest.raises(ConfigError, match="over the encoder's max_length 512"):
+        ingest(_corpus(a="alpha"), encoder, filters, store, "c", chunk_size=513)
+    assert store.names() == []
+
+
+def test_progress_counts_every_node_once(store, encoder, filters):
+    for _ in range(2):
+        seen = []
+        ingest(_corpus(a="alpha", b="beta", c=""), encoder, filters, store, "c", progress=seen.append)
+        assert sum(seen) == 2
