@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +44,9 @@ def demo(
         _example(evaluation)
     show.out.print(f"\nDone in {time.perf_counter() - start:.0f} s. Search these passages yourself:")
     base = evaluation.results[0].collection.removesuffix("-raw")
-    show.out.print(f'  python -m pipelines search "my laptop was stolen" --collection {base}', soft_wrap=True)
+    show.out.print(
+        f'  {_python()} -m pipelines search "my laptop was stolen" --collection {base}', soft_wrap=True
+    )
 
 
 def _example(evaluation: Evaluation) -> None:
@@ -60,3 +63,9 @@ def _example(evaluation: Evaluation) -> None:
         good = evaluation.eval_set.qrels[query].get(result.run[query][0], 0) > 0
         mark = "[green]right[/]" if good else "[red]wrong[/]"
         show.out.print(f"  {result.embfilter.name:8} finds first ({mark}): {show.escape(passage.title)}")
+
+
+def _python() -> str:
+    """This interpreter as a person here would type it."""
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "python"

@@ -103,6 +103,7 @@ def expand_lists(argv: Sequence[str]) -> list[str]:
             values.append(words.pop(0))
         if not values:
             expanded.append(option)
+            continue
         for given in ",".join(values).split(","):
             expanded += [option, given]
     return expanded

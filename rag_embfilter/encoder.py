@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rag_embfilter import pooling as poolings
-from rag_embfilter.backbone import Backbone, load_backbone
+from rag_embfilter.backbone import PACKAGED, Backbone, load_backbone
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.filters import Role, unit_rows
 from rag_embfilter.fingerprint import Fingerprint
-from rag_embfilter.inputs import Row, RowBuilder, batches, pad
+from rag_embfilter.inputs import Row, RowBuilder, batches, fault, pad
 from rag_embfilter.templates import Template, resolve_template
 
 if TYPE_CHECKING:
@@ -136,10 +137,13 @@ class Encoder:
     @property
     def settings(self) -> dict[str, str | int | None]:
         """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
-        revision = self.backbone.revision
+        name, revision = self.backbone.name, self.backbone.revision
+        local = revision.startswith("sha256:")
+        if local and name not in PACKAGED:  # a path: as good from any other folder
+            name = str(Path(name).expanduser().resolve())
         return {
-            "backbone": self.backbone.name,
-            "revision": None if revision.startswith("sha256:") else revision,
+            "backbone": name,
+            "revision": None if local else revision,
             "template": self._named[0],
             "query_template": self._named[1],
             "pooling": self.template.pooling,
@@ -204,7 +208,7 @@ class Encoder:
         if isinstance(texts, str | bytes):
             raise ConfigError(f"texts is one {type(texts).__name__}, expected a list of texts: [text].")
         texts = list(texts)
-        problems = {i: why for i, text in enumerate(texts) if (why := _fault(text))}
+        problems = {i: why for i, text in enumerate(texts) if (why := fault(text))}
         good = [i for i in range(len(texts)) if i not in problems]
         pooled = np.zeros((len(texts), self.hidden_size), dtype=np.float32)
         done = EncodeStats()
@@ -260,19 +264,6 @@ def _restore(
     encoder = Encoder(backbone, template, max_length=max_length, **layout)
     encoder._named = named
     return encoder
-
-
-def _fault(text: object) -> str | None:
-    """Why a text cannot be embedded, or None."""
-    if not isinstance(text, str):
-        return f"expected a text, got {type(text).__name__}"
-    if not text.strip():
-        return "the text is empty or only white space"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"the text is not valid Unicode ({error.reason} at {error.start})"
-    return None
 
 
 def _checked(pooled: FloatArray, good: list[int], problems: dict[int, str], normalize: bool) -> FloatArray:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.filters import EmbFilter
-from rag_embfilter.nodes import Splitter, source_of
+from rag_embfilter.inputs import fault
+from rag_embfilter.nodes import Splitter, passage_text, source_of
 from rag_embfilter.store import Store, collection_name
 
 logger = logging.getLogger(__name__)
@@ -141,14 +142,14 @@ class _Run:
                     f"documents of source {source!r} do not follow each other; sort the documents by source."
                 )
             ids = self.current.setdefault(source, set())
-            empty = True
+            title = str(document.metadata.get("title") or "")
+            if why := fault(passage_text(title, document.text)):
+                self.fail(document.id_, why)
+                continue
             for node in splitter.nodes(document):
-                empty = False
                 self.report.nodes += 1
                 ids.add(node.id_)
                 yield node
-            if empty:
-                self.fail(document.id_, "no text in it")
 
     def fail(self, doc_id: str, reason: str) -> None:
         """Note a document that could not be stored; its former version will be kept."""

@@ -94,6 +94,19 @@ class RowBuilder:
         return Row(ids + words[-1] + self.end, start, len(text) - len(kept))
 
 
+def fault(text: object) -> str | None:
+    """Why a text cannot be embedded, or None."""
+    if not isinstance(text, str):
+        return f"expected a text, got {type(text).__name__}"
+    if not text.strip():
+        return "the text is empty or only white space"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the text is not valid Unicode ({error.reason} at {error.start})"
+    return None
+
+
 def cut(ids: list[int], limit: int, truncation: Truncation) -> list[int]:
     """At most `limit` ids: the first ones, or (`middle`) the first and the last half."""
     if len(ids) <= limit:

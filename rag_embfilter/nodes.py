@@ -103,12 +103,12 @@ class Splitter:
                 size -= taken
         cutter = self._cutter(size)
         for offset, part in _parts(text):
-            position = 0
+            begin = end = 0
             for chunk in cutter.split_text(part):
-                found = part.find(chunk, position)
-                position = found if found >= 0 else position
+                begin = _place(part, chunk, begin, end)
+                end = max(end, begin + len(chunk))
                 for place, piece in self._fitting(title, chunk):
-                    start = offset + position + place - before
+                    start = offset + begin + place - before
                     yield passage_text(title, piece), max(start, first), max(start + len(piece), first)
 
     def _fitting(self, title: str, chunk: str, place: int = 0) -> Iterator[tuple[int, str]]:
@@ -143,6 +143,16 @@ def _parts(text: str) -> Iterator[tuple[int, str]]:
             end = next((cut + 1 for cut in cuts if cut > 0), end)
         yield start, text[start:end]
         start = end
+
+
+def _place(part: str, chunk: str, begin: int, end: int) -> int:
+    """Where a chunk begins, after one from `begin` to `end`.
+
+    It reaches beyond that one and leaves out only white space; a copy of it within that one is not it.
+    """
+    latest = len(part) - len(part[end:].lstrip())
+    found = part.find(chunk, max(begin, end + 1 - len(chunk)), latest + len(chunk))
+    return found if found >= 0 else max(part.find(chunk, begin), begin)
 
 
 def _node(document: Document, index: int, passage: str, span: tuple[int, int], line: int | None) -> TextNode:

@@ -103,9 +103,12 @@ class Store:
         with self._calling() as client:
             found = client.get_collection(name)
         vectors = found.config.params.vectors
-        params = vectors.get(VECTOR) if isinstance(vectors, dict) else vectors
+        params = vectors.get(VECTOR) if isinstance(vectors, dict) else None
         if params is None:
-            raise StoreError(f"collection {name!r} has no vector named {VECTOR!r}; it cannot be used here.")
+            raise StoreError(
+                f"collection {name!r} has no vector named {VECTOR!r}: it was not made here, and LlamaIndex "
+                "opens it under another name. Ingest its documents into a collection of this package."
+            )
         made = (found.config.metadata or {}).get(KEY) or {}
         parts = made.get("parts")
         return CollectionInfo(
@@ -182,8 +185,10 @@ class Store:
             client.update_collection(name, metadata={KEY: made})
 
     def delete(self, name: str) -> None:
-        """Remove a collection and all its points. Raises `StoreError` when there is none."""
-        self.info(name)
+        """Remove a collection and all its points. Raises `StoreError` for an absent name and an alias."""
+        if name not in self.names():
+            self.info(name)
+            raise StoreError(f"{name!r} is an alias; give the full name of the collection it stands for.")
         with self._calling() as client:
             client.delete_collection(name)
 

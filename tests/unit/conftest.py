@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from rag_embfilter import Encoder, Store
 from tests import tiny
@@ -21,6 +22,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.pop("EMBFILTER_CACHE")
     if kept is not None:
         os.environ["EMBFILTER_CACHE"] = kept
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices spend more time on threads waiting for each other than on arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The encoder against the plain transformers recipe, whatever the batch, order and padding side (C06, C11)."""
+"""The encoder against the plain transformers recipe, whatever the batch and padding side (C06, C11)."""
 
 from __future__ import annotations
 

@@ -88,11 +88,20 @@ def test_answers_are_lists_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"corpus": '{"_id": "p1", "text": "a"}\n{"_id": \n'}, "lines that are not JSON (1): corpus.jsonl line 2"),
-        ({"corpus": b'{"_id": "p1", "text": "Gr\xfc\xdfe"}\n'}, "lines that are not UTF-8 (1): corpus.jsonl line 1"),
+        (
+            {"corpus": '{"_id": "p1", "text": "a"}\n{"_id": \n'},
+            "lines that are not JSON (1): corpus.jsonl line 2",
+        ),
+        (
+            {"corpus": b'{"_id": "p1", "text": "Gr\xfc\xdfe"}\n'},
+            "lines that are not UTF-8 (1): corpus.jsonl line 1",
+        ),
         ({"corpus": [*CORPUS, {"text": "a"}]}, "records without an _id (1): corpus.jsonl line 3"),
         ({"corpus": [*CORPUS, {"_id": "", "text": "a"}]}, "records without an _id (1): corpus.jsonl line 3"),
-        ({"corpus": [*CORPUS, {"_id": True, "text": "a"}]}, "records without an _id (1): corpus.jsonl line 3"),
+        (
+            {"corpus": [*CORPUS, {"_id": True, "text": "a"}]},
+            "records without an _id (1): corpus.jsonl line 3",
+        ),
         ({"corpus": [*CORPUS, ["p3", "a"]]}, "records without an _id (1): corpus.jsonl line 3"),
         ({"corpus": [*CORPUS, CORPUS[0]]}, "duplicate ids (1): p1 (corpus.jsonl line 3)"),
         ({"corpus": [*CORPUS, {"_id": "p3", "text": " \n"}]}, "empty texts (1): p3 (corpus.jsonl)"),

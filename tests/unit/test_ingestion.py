@@ -141,8 +141,10 @@ def test_c04_a_run_that_dies_converges_on_the_next(store, encoder, filters, monk
 
 
 def test_c11_empty_documents_are_skipped_and_reported(store, encoder, filters):
-    report = ingest(_corpus(a="alpha", b="", c=" \n"), encoder, filters, store, "c")
-    assert report.failed == [("b", "no text in it"), ("c", "no text in it")]
+    report = ingest(_corpus(a="alpha", b="", c=" \n", d="x\ud800"), encoder, filters, store, "c")
+    empty = "the text is empty or only white space"
+    invalid = "the text is not valid Unicode (surrogates not allowed at 1)"
+    assert report.failed == [("b", empty), ("c", empty), ("d", invalid)]
     assert store.info("c-raw").points == 1
 
 

@@ -160,7 +160,13 @@ RAISED = BASE + np.where(np.arange(50) < 40, 0.2, 0.0)
 
 def test_identical_series_give_no_evidence() -> None:
     found = compare(series(BASE), series(BASE))
-    assert (found.verdict, found.difference, found.low, found.high, found.p_value) == ("no evidence", 0, 0, 0, 1)
+    assert (found.verdict, found.difference, found.low, found.high, found.p_value) == (
+        "no evidence",
+        0,
+        0,
+        0,
+        1,
+    )
     assert (found.n, found.wins, found.ties, found.losses) == (50, 0, 50, 0)
 
 

@@ -321,3 +321,27 @@ def test_threads_take_turns(store, encoder, edge):
         thread.join()
     assert failures == []
     assert store.info("c-edge-r4").points == 80
+
+
+def test_an_alias_is_read_through_and_never_deleted(store, encoder, edge):
+    ingest(_documents("one"), encoder, [edge], store, "c")
+    change = models.CreateAlias(collection_name="c-edge-r4", alias_name="live")
+    store.client.update_collection_aliases([models.CreateAliasOperation(create_alias=change)])
+    assert store.info("live").fingerprint == encoder.fingerprint | edge.fingerprint
+    assert len(store.search("live", edge.apply(encoder.encode_queries(["one"])))[0]) == 1
+    with pytest.raises(StoreError, match="is an alias"):
+        store.delete("live")
+    assert store.names() == ["c-edge-r4"]
+
+
+def test_a_collection_with_an_unnamed_vector_is_refused(store):
+    store.client.create_collection("c", models.VectorParams(size=3, distance=models.Distance.COSINE))
+    with pytest.raises(StoreError, match="no vector named 'text-dense'"):
+        store.info("c")
+
+
+def test_a_relative_backbone_path_is_kept_absolute(store, llama, monkeypatch):
+    monkeypatch.chdir(llama.parent)
+    encoder = Encoder(llama.name, device="cpu")
+    ingest(_documents("one"), encoder, [EmbFilter.from_encoder(encoder)], store, "c")
+    assert store.info("c-edge-r2").settings["model_name"] == str(llama.resolve())

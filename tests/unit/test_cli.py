@@ -1,0 +1,536 @@
+"""The command line, in this process: from documents to answers, and every expected failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from qdrant_client import models
+
+from pipelines import show
+from pipelines.app import main
+from pipelines.options import expand_lists
+from rag_embfilter import Store, __version__
+from tests import tiny
+
+LAPTOP, HOLIDAY = "A stolen laptop is reported to security.", "Holiday requests go to your manager."
+COMMANDS = [
+    [],
+    ["demo"],
+    ["ingest"],
+    ["search"],
+    ["evaluate"],
+    ["collections"],
+    *(["collections", name] for name in ("list", "show", "delete", "adopt")),
+]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """The command line sets up logging for its whole process, which here is that of all tests."""
+    root = logging.getLogger()
+    kept, level = list(root.handlers), root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = kept
+    root.setLevel(level)
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """A text, a page and two records."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.txt").write_text(LAPTOP)
+    (folder / "b.md").write_text(HOLIDAY)
+    records = [
+        {"_id": "1", "title": "Bikes", "text": "They are kept below.", "team": "HR", "floor": 3},
+        {"_id": "2", "text": "Trains run late.", "team": "IT", "floor": 4},
+    ]
+    (folder / "c.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, llama, encoder, capsys):
+    """Runs a command on a store and a backbone of this test's own; `encoder` keeps its weights loaded."""
+
+    def run_command(*words: object) -> SimpleNamespace:
+        given = [str(word) for word in words]
+        if given[0] in ("ingest", "evaluate") and "--backbone" not in given:
+            given += ["--backbone", str(llama)]
+        if given[0] in ("ingest", "evaluate", "search") and "--device" not in given:
+            given += ["--device", "cpu"]
+        if "--qdrant-path" not in given:
+            given += ["--qdrant-path", str(tmp_path / "qdrant")]
+        capsys.readouterr()
+        code = main(given)
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    return run_command
+
+
+@pytest.fixture
+def stored(run, docs):
+    """The documents under the base name `docs`: raw and edge-r2."""
+    assert run("ingest", docs, "--collection", "docs").code == 0
+    return docs
+
+
+def points(tmp_path: Path, collection: str, file: Path) -> set[str]:
+    with Store(path=tmp_path / "qdrant") as store:
+        return set(store.points_of(collection, [file.as_posix()]))
+
+
+def refused(result: SimpleNamespace, message: str) -> None:
+    """One message on stderr that says this, nothing on stdout, no traceback, exit code 1."""
+    assert result.code == 1 and result.out == ""
+    assert result.err.count("error:") == 1 and result.err.strip().startswith("error:")
+    assert "Traceback" not in result.err
+    assert re.search(message, result.err), result.err
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("given", "ratios", "rest"),
+    [
+        (["--filter-ratios", "2", "4", "8"], ["2", "4", "8"], []),
+        (["--filter-ratios", "2,4,8"], ["2", "4", "8"], []),
+        (["--filter-ratios=2,4", "8"], ["2", "4", "8"], []),
+        (["--filter-ratios", "2", "4", "docs"], ["2", "4"], ["docs"]),
+        (["--filter-ratios", "2", "--filter-ratios", "4"], ["2", "4"], []),
+        (["docs", "--filter-ratios", "2", "--collection", "x"], ["2"], ["docs", "--collection", "x"]),
+        (["--filter-ratios", "docs"], ["docs"], []),
+        (["--filter-types", "edge", "2"], [], ["--filter-types", "edge", "2"]),
+    ],
+)
+def test_list_options_take_several_words_and_leave_paths_alone(given, ratios, rest):
+    expanded = expand_lists(given)
+    pairs = [word for ratio in ratios for word in ("--filter-ratios", ratio)]
+    places = [i for i, word in enumerate(expanded) if word == "--filter-ratios"]
+    assert [word for i in places for word in expanded[i : i + 2]] == pairs
+    assert [word for i, word in enumerate(expanded) if i not in places and i - 1 not in places] == rest
+
+
+def test_a_list_option_without_a_value_is_left_for_the_parser_to_refuse():
+    assert expand_lists(["ingest", "--filter-types"]) == ["ingest", "--filter-types"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_of_every_command(capsys, command):
+    assert main([*command, "--help"]) == 0
+    assert f"Usage: python -m pipelines {' '.join(command)}".rstrip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["search"],
+        ["ingest", "docs"],
+        ["search", "x", "--collection", "docs", "--limit", "0"],
+        ["search", "x", "--collection", "docs", "--filter-ratios", "two"],
+        ["ingest", "docs", "--collection", "x", "--no-such-option"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2_without_a_traceback(capsys, words):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "Usage: python -m pipelines" in captured.out + captured.err
+    assert "Traceback" not in captured.err
+
+
+# The main job
+
+
+def test_from_documents_to_answers(run, stored, tmp_path):
+    """Ingest, search, list, show, delete."""
+    found = run(
+        "search", LAPTOP, "--collection", "docs", "--limit", 2, "--json", tmp_path / "found" / "hits.json"
+    )
+    assert found.code == 0 and found.err == ""
+    # The question is the passage itself, and both templates are one: cosine 1.
+    assert found.out.splitlines()[:2] == [f"1. 1.000 {stored.as_posix()}/a.txt, chunk 0", f"   {LAPTOP}"]
+    written = json.loads((tmp_path / "found" / "hits.json").read_text())
+    assert (written["question"], written["collection"], len(written["hits"])) == (LAPTOP, "docs-edge-r2", 2)
+    best = written["hits"][0]
+    assert best["score"] == pytest.approx(1, abs=1e-5) and best["text"] == LAPTOP
+    assert best["metadata"] == {"source": f"{stored.as_posix()}/a.txt", "title": "", "chunk": 0}
+
+    listed = run("collections", "list", "--json", tmp_path / "list.json")
+    assert listed.code == 0 and "docs-edge-r2" in listed.out and "docs-raw" in listed.out
+    rows = json.loads((tmp_path / "list.json").read_text())
+    assert [(row["name"], row["points"], row["dims"], row["filter"]) for row in rows] == [
+        ("docs-edge-r2", "4", "16", "edge"),
+        ("docs-raw", "4", "32", "raw"),
+    ]
+
+    shown = run("collections", "show", "docs-edge-r2", "--json", tmp_path / "show.json")
+    made = json.loads((tmp_path / "show.json").read_text())
+    assert (
+        shown.code == 0 and made["fingerprint"] in shown.out and made["fingerprint"] == written["fingerprint"]
+    )
+    assert (made["points"], made["dim"], made["parts"]["band_start"]) == (4, 16, 8)
+
+    gone = run("collections", "delete", "docs-edge-r2", "--yes")
+    assert gone.code == 0 and gone.out == "Deleted docs-edge-r2 (4 points).\n"
+    refused(run("search", "x", "--collection", "docs"), "Under 'docs' there are: docs-raw")
+
+
+def test_what_ingest_writes_as_json(run, docs, tmp_path):
+    ratios = ("--filter-ratios", "2", "4", "8", docs)  # the path after them is still an argument
+    done = run("ingest", *ratios, "--collection", "docs", "--json", tmp_path / "in.json")
+    assert done.code == 0
+    assert "4 documents, 4 chunks: 4 encoded, 0 filtered from raw, 0 unchanged" in done.out
+    written = json.loads((tmp_path / "in.json").read_text())
+    assert written["ingest"] == {
+        "collections": ["docs-raw", "docs-edge-r2", "docs-edge-r4", "docs-edge-r8"],
+        "documents": 4,
+        "nodes": 4,
+        "encoded": 4,
+        "refiltered": 0,
+        "unchanged": 0,
+        "removed": 0,
+        "failed": [],
+        "not_read": [],
+        "skipped": [],
+        "truncated": {"texts": 4, "truncated": 0, "tokens_lost": 0},
+    }
+    assert (written["device"], written["dtype"]) == ("cpu", "float32")
+    assert written["versions"]["rag-embfilter"] == __version__
+    dims = re.findall(r"^docs-\S+ +(\d+) +4$", done.out, re.MULTILINE)
+    assert dims == ["32", "16", "8", "4"]
+
+
+def test_a_second_run_encodes_nothing_and_a_further_filter_comes_from_raw(run, stored, encoder):
+    with tiny.ForwardCounter(encoder) as passes:
+        again = run("ingest", stored, "--collection", "docs")
+        more = run("ingest", stored, "--collection", "docs", "--filter-types", "tail", "--filter-ratios", "4")
+    assert passes.texts == 0 and again.code == more.code == 0
+    assert "0 encoded, 0 filtered from raw, 4 unchanged; 0 old points removed" in again.out
+    assert "0 encoded, 4 filtered from raw, 0 unchanged" in more.out
+
+
+def test_a_changed_file_replaces_only_its_own_chunks(run, stored, encoder, tmp_path):
+    names = ("docs-raw", "docs-edge-r2")
+    changed, kept = stored / "a.txt", stored / "b.md"
+    before = {name: (points(tmp_path, name, changed), points(tmp_path, name, kept)) for name in names}
+    changed.write_text("Lost laptops are found in the cellar.")
+    with tiny.ForwardCounter(encoder) as passes:
+        done = run("ingest", stored, "--collection", "docs")
+    assert passes.texts == 1
+    assert "1 encoded, 0 filtered from raw, 3 unchanged; 2 old points removed" in done.out
+    for name in names:
+        old, same = before[name]
+        assert points(tmp_path, name, kept) == same
+        assert len(points(tmp_path, name, changed)) == 1 and not points(tmp_path, name, changed) & old
+
+
+def test_unreadable_files_are_listed_and_the_rest_is_stored(run, docs, tmp_path):
+    (docs / "korean.txt").write_bytes("한국어".encode("cp949"))
+    (docs / "broken.pdf").write_bytes(b"%PDF-1.4")
+    (docs / "blank.txt").write_text(" \n")
+    (docs / "photo.png").write_bytes(b"x")
+    done = run("ingest", docs, "--collection", "docs", "--json", tmp_path / "in.json")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "Not read (2):" in done.err and "Not stored (1):" in done.err
+    assert f"{docs}/korean.txt: not utf-8 text (byte 0xc7); name its encoding with --encoding" in done.err
+    assert f"{docs}/broken.pdf: not a readable PDF" in done.err
+    assert f"{docs}/blank.txt: the text is empty or only white space" in done.err
+    assert "1 files of other types passed over: .png" in done.out
+    report = json.loads((tmp_path / "in.json").read_text())["ingest"]
+    assert (report["encoded"], report["skipped"]) == (4, [str(docs / "photo.png")])
+    assert [Path(what).name for what, _ in report["not_read"]] == ["broken.pdf", "korean.txt"]
+
+
+def test_a_file_read_in_part_loses_nothing_until_it_is_whole_again(run, stored, tmp_path):
+    file = stored / "c.jsonl"
+    whole = file.read_text()
+    first, _ = whole.splitlines()
+    file.write_text(f"{first}\n{{broken\n")
+    assert run("ingest", stored, "--collection", "docs").code == 1
+    assert len(points(tmp_path, "docs-raw", file)) == 2
+    file.write_text(first)
+    done = run("ingest", stored, "--collection", "docs")
+    assert done.code == 0 and "2 old points removed" in done.out
+    assert len(points(tmp_path, "docs-raw", file)) == 1
+
+
+def test_sources_are_named_below_root_so_that_a_folder_may_move(run, docs, tmp_path):
+    assert run("ingest", docs, "--collection", "docs", "--root", docs).code == 0
+    moved = docs.rename(tmp_path / "moved")
+    done = run("ingest", moved, "--collection", "docs", "--root", moved)
+    assert "0 encoded, 0 filtered from raw, 4 unchanged" in done.out
+
+
+def test_texts_over_max_length_are_chunked_and_not_cut(run, docs):
+    """40 and 36 bytes, which are tokens here, in chunks of 30: two each."""
+    (docs / "c.jsonl").unlink()
+    words = ("--max-length", "30", "--chunk-size", "30", "--chunk-overlap", "0")
+    done = run("ingest", docs, "--collection", "docs", *words)
+    assert done.code == 0 and "4 chunks: 4 encoded" in done.out and "truncated" not in done.out
+
+
+# Search
+
+
+def test_where_keeps_what_matches_all_conditions(run, stored, tmp_path):
+    cases = {("team=HR",): ["1"], ("floor=4",): ["2"], ("title=Bikes",): ["1"], ("team=HR", "floor=4"): []}
+    for conditions, records in cases.items():
+        words = [word for condition in conditions for word in ("--where", condition)]
+        found = run("search", "x", "--collection", "docs-raw", *words, "--json", tmp_path / "hits.json")
+        hits = json.loads((tmp_path / "hits.json").read_text())["hits"]
+        assert found.code == 0 and [hit["metadata"]["record"] for hit in hits] == records
+    assert found.out == "Nothing in docs-raw matches team=HR floor=4.\n"
+
+
+def test_search_in_another_dtype_says_so_and_finds_the_same(run, stored):
+    found = run("search", LAPTOP, "--collection", "docs", "--dtype", "bfloat16")
+    assert found.code == 0 and "a.txt" in found.out.splitlines()[0]
+    assert found.err == "note: vectors were computed in float32, the question in bfloat16.\n"
+
+
+def test_search_by_base_name_full_name_and_alias(run, stored, tmp_path):
+    with Store(path=tmp_path / "qdrant") as store:
+        alias = models.CreateAlias(collection_name="docs-raw", alias_name="live")
+        store.client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
+    by_name = [run("search", LAPTOP, "--collection", name).out for name in ("docs", "docs-edge-r2")]
+    assert by_name[0] == by_name[1]
+    raw = ("--filter-types", "raw")
+    assert (
+        run("search", LAPTOP, "--collection", "live").out
+        == run("search", LAPTOP, "--collection", "docs", *raw).out
+    )
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(run, docs):
+    (docs / "a.txt").rename(docs / "a [final].txt")
+    assert run("ingest", docs, "--collection", "docs [old]").code == 0
+    found = run("search", LAPTOP, "--collection", "docs [old]")
+    assert found.out.startswith(f"1. 1.000 {docs.as_posix()}/a [final].txt, chunk 0")
+    assert "docs [old]-edge-r2" in run("collections", "list").out
+    assert "docs [old]-raw" in run("collections", "show", "docs [old]-raw").out
+
+
+# Collections
+
+
+def test_delete_asks_first(run, stored, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    kept = run("collections", "delete", "docs-raw")
+    assert kept.code == 1 and "Delete docs-raw with 4 points?" in kept.out and "Nothing deleted." in kept.out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert "Deleted docs-raw (4 points)." in run("collections", "delete", "docs-raw").out
+
+
+def test_an_empty_store_says_how_to_begin(run, tmp_path):
+    listed = run("collections", "list", "--json", tmp_path / "list.json")
+    assert listed.code == 0 and "No collections yet." in listed.out
+    assert json.loads((tmp_path / "list.json").read_text()) == []
+
+
+def test_a_foreign_collection_does_not_hide_the_others(run, stored, tmp_path):
+    with Store(path=tmp_path / "qdrant") as store:
+        vectors = {"theirs": models.VectorParams(size=4, distance=models.Distance.COSINE)}
+        store.client.create_collection("theirs", vectors)
+    listed = run("collections", "list")
+    assert listed.code == 0 and "theirs" in listed.out and "docs-raw" in listed.out
+    refused(run("collections", "show", "theirs"), "has no vector named 'text-dense'")
+
+
+def test_adopted_collections_are_searched_as_our_own(run, stored, llama, tmp_path):
+    with Store(path=tmp_path / "qdrant") as store:
+        store.client.update_collection("docs-raw", metadata={"embfilter": {}})
+        assert store.info("docs-raw").fingerprint is None
+    refused(run("search", LAPTOP, "--collection", "docs-raw"), "does not say what made it. Adopt it first")
+    refused(run("ingest", stored, "--collection", "docs"), "has no fingerprint")
+    adopt = ("collections", "adopt", "docs-raw", "--backbone", llama)
+    refused(run(*adopt, "--filter-ratios", "2", "4"), "a collection has one filter")
+    refused(run(*adopt), "32 dimensions, this filter makes 16")
+    assert run(*adopt, "--filter-types", "raw").code == 0
+    assert "a.txt" in run("search", LAPTOP, "--collection", "docs-raw").out.splitlines()[0]
+
+
+# Evaluate
+
+
+@pytest.fixture
+def eval_set(tmp_path: Path) -> Path:
+    """Two passages; both questions are the first one's text, and the second question wants the other."""
+    folder = tmp_path / "sets" / "tiny"
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [{"_id": "p1", "title": "", "text": LAPTOP}, {"_id": "p2", "title": "", "text": HOLIDAY}]
+    queries = [{"_id": "q1", "text": LAPTOP}, {"_id": "q2", "text": LAPTOP}]
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, corpus)))
+    (folder / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\tp1\t1\nq2\tp2\t1\n")
+    return folder
+
+
+def test_evaluate_gives_the_figures_worked_out_by_hand(run, eval_set, encoder, tmp_path):
+    """p1 comes first for both questions, so q1 scores 1 and q2 what rank 2 is worth."""
+    words = ("evaluate", "--filter-ratios", "2", "4", eval_set, "--no-ragas")
+    files = ("--json", tmp_path / "out" / "result.json", "--plot", tmp_path / "out" / "result.png")
+    done = run(*words, *files)
+    assert done.code == 0 and "2 passages (2 encoded, 0 unchanged)" in done.out
+    assert "Too few questions (2) to tell" in done.out
+    assert f"JSON: {tmp_path / 'out' / 'result.json'}\n" in done.out
+    (result,) = json.loads((tmp_path / "out" / "result.json").read_text())["sets"]
+    assert [(r["filter"], r["dim"]) for r in result["results"]] == [
+        ("raw", 32),
+        ("edge-r2", 16),
+        ("edge-r4", 8),
+    ]
+    for one in result["results"]:
+        assert one["run"] == {"q1": ["p1", "p2"], "q2": ["p1", "p2"]}
+        assert one["per_query"]["ndcg_at_10"] == pytest.approx({"q1": 1, "q2": 1 / math.log2(3)})
+        assert one["metrics"]["mrr_at_10"] == pytest.approx(0.75)
+        assert one["metrics"]["recall_at_10"] == 1
+    raw, edge, _ = result["results"]
+    assert raw["versus_raw"] is None and result["recommended"] == "raw"
+    assert (edge["versus_raw"]["ties"], edge["versus_raw"]["verdict"]) == (2, "too few queries")
+    assert (tmp_path / "out" / "result.png").read_bytes().startswith(b"\x89PNG")
+
+    with tiny.ForwardCounter(encoder) as passes:
+        again = run(*words)
+    assert "0 encoded, 2 unchanged" in again.out and passes.texts == 1  # one question, asked twice
+
+
+def test_a_set_with_faults_is_refused_with_all_of_them(run, eval_set):
+    (eval_set / "corpus.jsonl").write_text('{"_id": "p1", "text": "x"}\nnot json\n')
+    result = run("evaluate", eval_set)
+    refused(result, "unknown passage ids")
+    assert "lines that are not JSON (1): corpus.jsonl line 2" in result.err
+    refused(run("evaluate", eval_set.parent), "corpus.jsonl, queries.jsonl, qrels/test.tsv missing")
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--collection", "a/b"], "collection name 'a/b': expected 1 to 200 bytes"),
+        (["--collection", " "], "collection name ' ': expected"),
+        (["--collection", "x", "--filter-types", "middle"], "'middle': expected one of raw, edge, head"),
+        (
+            ["--collection", "x", "--filter-ratios", "64"],
+            "64 leaves no dimension of 32; the largest ratio is 32",
+        ),
+        (
+            ["--collection", "x", "--filter-ratios", "0"],
+            "filter_ratio 0: expected a whole number of 1 or more",
+        ),
+        (["--collection", "x", "--max-length", "5000"], "takes 2048 positions.*Set max_length=2008 or less"),
+        (["--collection", "x", "--chunk-size", "600"], "chunk_size 600 is over the encoder's max_length 512"),
+        (["--collection", "x", "--chunk-overlap", "200"], "chunk_overlap 200: expected 0 to 128"),
+        (["--collection", "x", "--template", "no text"], "template 'no text': expected a name out of"),
+        (["--collection", "x", "--pooling", "max"], "pooling 'max': expected one of last, mean"),
+        (["--collection", "x", "--device", "abacus"], "device 'abacus' cannot be used here"),
+        (["--collection", "x", "--dtype", "int8"], "dtype 'int8': expected one of float32"),
+        (["--collection", "x", "--backbone", "./nowhere"], "backbone './nowhere': no such file or folder"),
+        (["--collection", "x", "--encoding", "klingon"], "encoding 'klingon': unknown"),
+        (["--collection", "x", "--root", "elsewhere"], "is not below --root 'elsewhere'"),
+        (["--collection", "x", "gone.txt"], "source 'gone.txt' does not exist"),
+    ],
+)
+def test_ingest_refuses_before_it_writes(run, docs, tmp_path, words, message):
+    refused(run("ingest", docs, *words), message)
+    with Store(path=tmp_path / "qdrant") as store:
+        assert store.names() == []
+
+
+def test_search_and_collections_refuse_in_one_message(run, stored):
+    in_docs = ["search", "x", "--collection", "docs"]
+    cases = {
+        "'nope' is not in .*: docs-edge-r2, docs-raw": ["search", "x", "--collection", "nope"],
+        "'docs-edge-r8' is not there": [*in_docs, "--filter-ratios", "8"],
+        "'docs-mid-r2' is not there": [*in_docs, "--filter-types", "mid"],
+        "'best': expected one of raw": [*in_docs, "--filter-types", "best"],
+        "one filter type and one ratio": [*in_docs, "--filter-ratios", "2", "4"],
+        "--where 'team': expected FIELD=VALUE": [*in_docs, "--where", "team"],
+        "--where '=IT': expected FIELD=VALUE": [*in_docs, "--where", "=IT"],
+        "device 'abacus' cannot be used": [*in_docs, "--device", "abacus"],
+        "the question is empty": ["search", " ", "--collection", "docs"],
+        "'nope' is not in .*: docs-edge-r2": ["collections", "show", "nope"],
+        "'nope' is not in .*: docs": ["collections", "delete", "nope", "--yes"],
+        "'./nowhere': no such file": ["collections", "adopt", "docs-raw", "--backbone", "./nowhere"],
+    }
+    for message, words in cases.items():
+        refused(run(*words), message)
+
+
+def test_another_template_is_refused_with_what_differs(run, stored, tmp_path):
+    result = run("ingest", stored, "--collection", "docs", "--template", "plain")
+    refused(result, "collection 'docs-raw' was made with fingerprint")
+    assert "template: '{text}' != " in result.err and "pooling: 'mean' != 'last'" in result.err
+
+
+def test_changed_weights_are_refused_at_search(run, docs, tmp_path):
+    folder = tiny.save_model(tmp_path / "model", seed=1)
+    assert run("ingest", docs, "--collection", "docs", "--backbone", folder).code == 0
+    tiny.save_model(folder, seed=2)
+    refused(run("search", "x", "--collection", "docs"), "these settings have fingerprint .* was asked for")
+
+
+def test_a_store_in_use_by_another_process_is_one_clear_message(run, tmp_path, docs):
+    path = tmp_path / "qdrant"
+    hold = "import sys, qdrant_client\nopened = qdrant_client.QdrantClient(path=sys.argv[1])\n"
+    wait = "print('open', flush=True)\nsys.stdin.read()"
+    words = [sys.executable, "-c", hold + wait, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "open\n"
+        listing = run("collections", "list")
+        ingesting = run("ingest", docs, "--collection", "docs")
+        other.stdin.close()
+    refused(listing, "is in use by another process, and it takes one at a time")
+    refused(ingesting, "is in use by another process")
+    assert run("collections", "list").code == 0
+
+
+def test_a_store_that_is_a_file_or_a_server_that_is_not_there(run, docs):
+    refused(
+        run("collections", "list", "--qdrant-path", docs / "a.txt"), "is a file; the embedded store needs"
+    )
+    # Port 9 is the discard service's, which nothing here answers on.
+    refused(run("collections", "list", "--qdrant-url", "http://127.0.0.1:9"), "cannot reach Qdrant at http")
+
+
+def test_a_result_that_cannot_be_written_is_one_message(run, stored):
+    result = run("search", LAPTOP, "--collection", "docs", "--json", stored / "a.txt" / "hits.json")
+    assert result.code == 1 and result.err.count("error:") == 1 and "Traceback" not in result.err
+
+
+def test_a_stop_by_the_user_is_exit_code_130(run, monkeypatch):
+    def stop(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelines.options.open_store", stop)
+    result = run("collections", "list")
+    assert result.code == 130 and "stopped" in result.err
+
+
+def test_results_do_not_hold_the_servers_key(run, docs, tmp_path, monkeypatch):
+    for key in (["--qdrant-api-key", "secret"], ["--qdrant-api-key=secret"]):
+        monkeypatch.setattr(sys, "argv", ["pipelines", "ingest", *key, "docs"])
+        run("ingest", docs, "--collection", "docs", "--json", tmp_path / "in.json")
+        written = (tmp_path / "in.json").read_text()
+        assert "secret" not in written and json.loads(written)["command"][-1] == "docs"
+
+
+def test_long_lists_of_faults_are_cut_and_counted(capsys):
+    show.listed("Not read", [(f"file{i}", "why") for i in range(23)])
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "Not read (23):" and len(shown) == 22 and "3 more" in shown[-1]
