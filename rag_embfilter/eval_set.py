@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class EvalSet:
         queries: query id -> question.
         qrels: query id -> passage id -> grade (0 is judged and not relevant).
         answers: query id -> reference answers, where there are any.
-        digest: first 16 hex digits of the SHA-256 over the three files.
     """
 
     name: str
@@ -45,7 +44,14 @@ class EvalSet:
     queries: Mapping[str, str]
     qrels: Mapping[str, Mapping[str, int]]
     answers: Mapping[str, list[str]] = field(default_factory=dict)
-    digest: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """First 16 hex digits of the SHA-256 over passages, questions and judgements."""
+        passages = {key: [passage.title, passage.text] for key, passage in self.corpus.items()}
+        judged = {query: dict(grades) for query, grades in self.qrels.items()}
+        content = json.dumps([passages, dict(self.queries), judged], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @classmethod
     def load(cls, folder: str | Path) -> EvalSet:
@@ -74,8 +80,7 @@ class EvalSet:
             if not records:
                 faults.add("empty files", file.name)
         faults.raise_if_any(root)
-        digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
-        return cls(root.resolve().name, corpus, queries, qrels, answers, digest)
+        return cls(root.resolve().name, corpus, queries, qrels, answers)
 
     def passages(self) -> dict[str, str]:
         """Passage id -> the text that is embedded: title, one space, text, stripped."""
@@ -166,11 +171,11 @@ def _qrels(
     path: Path, corpus: Mapping[str, Passage], queries: Mapping[str, str], faults: _Faults
 ) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        for number, row in enumerate(rows, 1):
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
             where = f"{path.name} line {number}"
-            if not row or (number == 1 and row[-1].strip() == "score"):
+            row = line.rstrip("\n").split("\t")
+            if not line.strip() or (number == 1 and row[-1].strip() == "score"):
                 continue
             if len(row) != 3 or not row[2].strip().isdecimal() or int(row[2]) > MAX_GRADE:
                 faults.add(f"judgements that are not query, passage, grade (0 to {MAX_GRADE})", where)

@@ -122,11 +122,12 @@ def eval_base(eval_set: EvalSet, encoder: Encoder) -> str:
 
 
 def _documents(eval_set: EvalSet) -> list[Document]:
+    """The passages as documents of one source, so that passages the set no longer has are removed."""
     return [
         Document(
             id_=f"{eval_set.name}#{key}",
             text=passage.text,
-            metadata={"source": f"{eval_set.name}#{key}", "title": passage.title, "record": key},
+            metadata={"source": eval_set.name, "title": passage.title, "record": key},
         )
         for key, passage in eval_set.corpus.items()
     ]

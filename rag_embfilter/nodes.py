@@ -75,6 +75,8 @@ class Splitter:
         """The document's nodes in order; none when it holds no text."""
         title = str(document.metadata.get("title") or "").strip()
         text = document.text
+        if not text.strip():
+            title, text = "", title  # a title alone is all there is to embed
         if self.chunk_size is None:
             pieces = iter([(passage_text(title, text), 0, len(text))])
         else:

@@ -22,7 +22,6 @@ SMALL = EvalSet(
     corpus={f"p{i}": Passage(word if i % 2 else "", f"All about {word}.") for i, word in enumerate(WORDS)},
     queries={f"q{i}": f"who knows about {word}?" for i, word in enumerate(WORDS[:6])},
     qrels={f"q{i}": {f"p{i}": 2, f"p{i + 1}": 1} for i in range(6)},
-    digest="0123456789abcdef",
 )
 
 
@@ -106,7 +105,7 @@ def test_two_encoders_or_two_versions_of_a_set_never_share_a_collection(
     assert len(set(collections)) == 5
     assert store.names() == sorted(collections)
     assert all(store.info(name).points == 10 for name in collections)
-    newer = dataclasses.replace(SMALL, digest="fedcba9876543210")
+    newer = dataclasses.replace(SMALL, queries={**SMALL.queries, "q0": "in other words?"})
     assert eval_base(newer, encoder) != eval_base(SMALL, encoder)
 
 
@@ -161,3 +160,11 @@ def test_best_is_the_highest_of_those_that_beat_raw_and_else_raw(encoder: Encode
         ]
     )
     assert done.best().collection == "best"
+
+
+def test_a_base_used_again_holds_only_the_passages_the_set_has_now(encoder: Encoder, store: Store) -> None:
+    evaluate(SMALL, encoder, [], store, base="x")
+    fewer = {key: SMALL.corpus[key] for key in list(SMALL.corpus)[:7]}
+    done = evaluate(dataclasses.replace(SMALL, corpus=fewer), encoder, [], store, base="x")
+    assert store.info("x-raw").points == 7
+    assert set(done.results[0].run["q0"]) == set(fewer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import string
 import uuid
 
 import pytest
@@ -238,8 +239,8 @@ def test_a_title_stands_before_every_chunk() -> None:
 
 
 def test_a_title_takes_its_tokens_from_every_chunk_and_no_more() -> None:
-    text = "".join(map(chr, range(33, 127)))  # 94 tokens, in chunks of 32 - 6
-    assert [len(span(text, node)) for node in cut(text, 32, title="Leave")] == [26, 26, 26, 16]
+    text = string.ascii_letters + string.digits + string.ascii_letters  # 114 tokens, in chunks of 32 - 6
+    assert [len(span(text, node)) for node in cut(text, 32, title="Leave")] == [26, 26, 26, 26, 10]
 
 
 def test_a_title_over_half_a_chunk_is_text_like_the_rest() -> None:
@@ -285,3 +286,9 @@ def test_source_is_the_file_or_else_the_documents_id() -> None:
 )
 def test_passage_text_is_title_space_text_stripped(title: str, text: str, expected: str) -> None:
     assert passage_text(title, text) == expected
+
+
+def test_a_title_without_text_is_what_is_embedded() -> None:
+    for size in (None, 40):
+        assert [node.text for node in cut(" \n", size, title="Leave")] == ["Leave"]
+    assert all(len(node.text) <= 40 for node in cut("", 40, title="Leave and pay. " * 9))
