@@ -119,9 +119,9 @@ def adopt(
 ) -> None:
     """Say, on your word, what made a collection that does not know it itself."""
     encoder = options.make_encoder(backbone, revision, template, query_template, pooling, max_length)
-    filters = options.make_filters(encoder, filter_types, filter_ratios, raw=False)
-    if len(filters) != 1:
-        raise ConfigError("a collection has one filter; give one type and one ratio.")
+    filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=False)
+    if len(filters) != 1 or fitted:
+        raise ConfigError("a collection has one filter, not a fitted one; give one type and one ratio.")
     with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
         store.adopt(name, encoder, filters[0], override)
         made = f"{name} is now {filters[0].name} of {backbone}."

@@ -36,7 +36,7 @@ def demo(
     loaded = EvalSet.load(eval_set)
     show.err.print("Loading SmolLM2-135M (the first time its GGUF is converted, about half a minute) ...")
     encoder = Encoder("smollm2")
-    filters = options.make_filters(encoder, ["edge"], [2, 4, 8], raw=True)
+    filters, _ = options.make_filters(encoder, ["edge"], [2, 4, 8], raw=True)
     with Store(path=qdrant_path) as store:
         (evaluation,) = run_evaluation(
             [loaded], encoder, filters, store, ragas=True, json_file=out / "demo.json", plot=out / "demo.png"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines import options, show
+from rag_embfilter.recipes import DEFAULT_KEEP
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.eval_set import EvalSet
     from rag_embfilter.evaluation import Evaluation, FilterResult
     from rag_embfilter.filters import EmbFilter
+    from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.judge import JudgedMetric
     from rag_embfilter.store import Store
 
@@ -37,9 +40,12 @@ def evaluate(
     dtype: options.Dtype = None,
     filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
     filter_ratios: options.FilterRatios = [2, 4, 8],  # noqa: B006
+    keep: options.Keep = DEFAULT_KEEP,
+    example_questions: options.ExampleQuestions = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    filter_dir: options.FilterDir = None,
     ragas: Annotated[
         bool, typer.Option(help="Add RAGAS's id-based context precision and recall, where it is installed.")
     ] = True,
@@ -59,9 +65,10 @@ def evaluate(
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )
-    filters = options.make_filters(encoder, filter_types, filter_ratios, raw=True)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
-        run_evaluation(sets, encoder, filters, store, ragas, json_file, plot)
+    filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=True, keep=keep)
+    questions = options.read_questions(example_questions)
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+        run_evaluation(sets, encoder, filters, store, ragas, json_file, plot, fitted, questions)
 
 
 def run_evaluation(
@@ -72,10 +79,13 @@ def run_evaluation(
     ragas: bool,
     json_file: Path | None,
     plot: Path | None,
+    fitted: Sequence[FilterSpec] = (),
+    questions: Sequence[str] | None = None,
 ) -> list[Evaluation]:
     """Evaluate, print a table per set, and write the files asked for."""
     from pipelines.results import evaluation_json, provenance
     from rag_embfilter import judge
+    from rag_embfilter.evaluation import evaluate as evaluate_set
     from rag_embfilter.files import write_json
 
     if ragas and (why := judge.available()):
@@ -83,7 +93,10 @@ def run_evaluation(
         ragas = False
     evaluations, pages = [], []
     for eval_set in sets:
-        evaluation = _with_progress(eval_set, encoder, filters, store)
+        with _progress(eval_set) as progress:
+            evaluation = evaluate_set(
+                eval_set, encoder, filters, store, progress=progress, fitted=fitted, questions=questions
+            )
         judged = {
             result.embfilter.name: judge.id_metrics(eval_set.qrels, result.run) if ragas else {}
             for result in evaluation.results
@@ -102,19 +115,15 @@ def run_evaluation(
     return evaluations
 
 
-def _with_progress(
-    eval_set: EvalSet, encoder: Encoder, filters: Sequence[EmbFilter], store: Store
-) -> Evaluation:
-    from rag_embfilter.evaluation import evaluate as evaluate_set
-
+@contextmanager
+def _progress(eval_set: EvalSet) -> Iterator[Callable[[str, int], None]]:
+    """Bars of passages and questions, and what moves them."""
     with show.progress_bar() as progress:
         tasks = {
             what: progress.add_task(f"{eval_set.name}: {what}", total=total, unit=what)
             for what, total in (("passages", len(eval_set.corpus)), ("questions", len(eval_set.queries)))
         }
-        return evaluate_set(
-            eval_set, encoder, filters, store, progress=lambda what, n: progress.advance(tasks[what], n)
-        )
+        yield lambda what, n: progress.advance(tasks[what], n)
 
 
 def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, JudgedMetric]]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines import options, show
+from rag_embfilter.recipes import RECIPES
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from pipelines.readers import SourceReader
     from rag_embfilter.encoder import Encoder
+    from rag_embfilter.filters import EmbFilter
     from rag_embfilter.ingestion import IngestReport
     from rag_embfilter.store import Store
 
@@ -67,9 +73,11 @@ def ingest(
             rich_help_panel=READING,
         ),
     ] = None,
+    example_questions: options.ExampleQuestions = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    filter_dir: options.FilterDir = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Write documents into one collection per filter, from a single pass of the backbone.
@@ -79,7 +87,7 @@ def ingest(
     end, and the rest is ingested; the exit code is then 1.
     """
     from pipelines.readers import ReadOptions, open_sources
-    from rag_embfilter.ingestion import ingest as ingest_documents
+    from rag_embfilter.fitting import fit
     from rag_embfilter.store import check_name
 
     check_name(collection)
@@ -87,34 +95,60 @@ def ingest(
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )
-    filters = options.make_filters(encoder, filter_types, filter_ratios, raw)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store, show.progress_bar() as progress:
-        task = progress.add_task("ingesting", total=reader.total_bytes, unit="chunks", done=0)
-        reader.on_bytes = lambda n: progress.advance(task, n)
-        done = 0
-
-        def count(n: int) -> None:
-            nonlocal done
-            done += n
-            progress.update(task, done=done)
-
-        report = ingest_documents(
-            reader,
-            encoder,
-            filters,
-            store,
-            collection,
-            chunk_size=chunk_size,
-            chunk_overlap=chunk_overlap,
-            incomplete=reader.incomplete,
-            progress=count,
-        )
+    filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw or _fits(filter_types))
+    questions = options.read_questions(example_questions)
+    with (
+        options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store,
+        show.progress_bar() as progress,
+    ):
+        run = partial(_run, encoder=encoder, store=store, base=collection, chunks=(chunk_size, chunk_overlap))
+        report = run(reader, filters, progress=progress)
+        if fitted:
+            made = [fit(spec, encoder, store, collection, questions) for spec in fitted]
+            # Read again, not encoded again: the vectors come from the raw collection.
+            again = run(open_sources(sources, reader.options), made, progress=progress)
+            report.collections += again.collections
+            report.removed += again.removed
         progress.stop()
         _print(report, reader, encoder, store)
     if json_file is not None:
         _write(json_file, report, reader, encoder)
     if reader.failed or report.failed:
         raise typer.Exit(1)
+
+
+def _fits(types: Sequence[str]) -> bool:
+    """Whether a type is fitted, and so needs the raw collection."""
+    return any(t in RECIPES and RECIPES[t].fitted for t in types)
+
+
+def _run(
+    reader: SourceReader,
+    filters: Sequence[EmbFilter],
+    *,
+    encoder: Encoder,
+    store: Store,
+    base: str,
+    chunks: tuple[int, int],
+    progress: Progress,
+) -> IngestReport:
+    """One reading of the sources into the filters' collections, with a bar."""
+    from rag_embfilter.ingestion import ingest as ingest_documents
+
+    what = ", ".join(embfilter.name for embfilter in filters)
+    task = progress.add_task(f"into {what}", total=reader.total_bytes, unit="chunks", done=0)
+    reader.on_bytes = lambda n: progress.advance(task, n)
+    done = 0
+
+    def count(n: int) -> None:
+        nonlocal done
+        done += n
+        progress.update(task, done=done)
+
+    return ingest_documents(
+        reader, encoder, filters, store, base,
+        chunk_size=chunks[0], chunk_overlap=chunks[1], incomplete=reader.incomplete, progress=count,
+    )  # fmt: skip
 
 
 def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: Store) -> None:

@@ -10,10 +10,12 @@ import typer
 
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter
+from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
 from rag_embfilter.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
+    from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.store import Store
 
 MODEL, FILTER, STORE = "Backbone", "Filters", "Qdrant"
@@ -64,6 +66,29 @@ FilterTypes = Annotated[
 FilterRatios = Annotated[
     list[int],
     typer.Option(help="One or more divisors of the hidden size: 2 keeps half.", rich_help_panel=FILTER),
+]
+Keep = Annotated[
+    float,
+    typer.Option(
+        help="Share of the spectrum that calibrated leaves to its PCA; 1 removes no edge.",
+        rich_help_panel=FILTER,
+    ),
+]
+ExampleQuestions = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="10 to 30 questions of the domain, one a line, for calibrated filters; without it, first "
+        "sentences of passages stand in.",
+        rich_help_panel=FILTER,
+    ),
+]
+FilterDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of fitted filters; by default filters beside the embedded Qdrant.",
+        rich_help_panel=STORE,
+    ),
 ]
 QdrantPath = Annotated[Path, typer.Option(help="Folder of the embedded Qdrant.", rich_help_panel=STORE)]
 QdrantUrl = Annotated[
@@ -134,18 +159,43 @@ def make_encoder(
     )
 
 
-def make_filters(encoder: Encoder, types: Sequence[str], ratios: Sequence[int], raw: bool) -> list[EmbFilter]:
-    """The grid of types x ratios, each filter once; raw first when wanted."""
-    wanted = (["raw"] if raw else []) + list(types)
-    grid = [EmbFilter.from_encoder(encoder, t, r) for t in wanted for r in (ratios if t != "raw" else [1])]
-    return list({embfilter.name: embfilter for embfilter in grid}.values())
+def make_filters(
+    encoder: Encoder, types: Sequence[str], ratios: Sequence[int], raw: bool, keep: float = DEFAULT_KEEP
+) -> tuple[list[EmbFilter], list[FilterSpec]]:
+    """The grid of types x ratios, each filter once, raw first when wanted; apart, those to be fitted."""
+    from rag_embfilter.fitting import FilterSpec
+
+    specs = [FilterSpec("raw", 1)] if raw else []
+    for filter_type in types:
+        recipe = RECIPES.get(filter_type)
+        sizes = [1] if recipe and recipe.full_size else ratios
+        specs += [FilterSpec(filter_type, ratio, keep) for ratio in sizes]
+    plain = [EmbFilter.from_encoder(encoder, s.filter_type, s.filter_ratio) for s in specs if not s.fitted]
+    unique = {embfilter.name: embfilter for embfilter in plain}
+    return list(unique.values()), list(dict.fromkeys(s for s in specs if s.fitted))
 
 
-def open_store(path: Path, url: str | None, key: str | None) -> Store:
+def read_questions(path: Path | None) -> list[str] | None:
+    """Questions of a file, one a line; empty lines are passed over."""
+    if path is None:
+        return None
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not UTF-8 text; expected one question a line.") from error
+    questions = [line.strip() for line in lines if line.strip()]
+    if not questions:
+        raise ConfigError(f"{str(path)!r} holds no question; expected one a line.")
+    return questions
+
+
+def open_store(path: Path, url: str | None, key: str | None, filter_dir: Path | None = None) -> Store:
     """The server when one is named, else the embedded store."""
     from rag_embfilter.store import Store
 
-    return Store(url=url, api_key=key) if url else Store(path=path)
+    if url:
+        return Store(url=url, api_key=key, filter_dir=filter_dir)
+    return Store(path=path, filter_dir=filter_dir)
 
 
 def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:

@@ -35,6 +35,7 @@ def search(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    filter_dir: options.FilterDir = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Find the passages nearest to a question.
@@ -45,8 +46,10 @@ def search(
     if not question.strip():
         raise ConfigError("the question is empty.")
     conditions = dict(_condition(word) for word in where)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
         info = find_collection(store, collection, options.one_filter(filter_types, filter_ratios))
+        if "filter_file" in info.settings:
+            store.filter_of(info.name)  # its file must be there before the backbone is loaded
         embedding = embedder_of(info, device, dtype)
         raw = embedding.encoder.encode_queries([question])
         vectors = embedding.filter.apply(raw, role="query")

@@ -14,7 +14,7 @@ from llama_index.core.storage.kvstore.types import BaseKVStore
 
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import FingerprintMismatch
-from rag_embfilter.filters import EmbFilter, Role
+from rag_embfilter.filters import FILTER_TYPES, EmbFilter, Role
 from rag_embfilter.fingerprint import Fingerprint
 
 _role: ContextVar[Role] = ContextVar("role", default="document")
@@ -37,7 +37,8 @@ class EmbFilterEmbedding(BaseEmbedding):
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     filter_type: str = Field(
-        default="edge", description="What is removed: raw (nothing), edge, head, tail, mid or rand."
+        default="edge",
+        description=f"What is removed, one of {', '.join(FILTER_TYPES)}; fitted ones need `filter_file`.",
     )
     filter_ratio: int = Field(default=2, description="Divisor of the hidden size: dim = hidden // ratio.")
     band_start: int | None = Field(
@@ -46,6 +47,10 @@ class EmbFilterEmbedding(BaseEmbedding):
     seed: int = Field(default=0, description="Picks the directions of `rand`.")
     filter_file: str | None = Field(
         default=None, description="A file that EmbFilter.save wrote; used instead of type and ratio."
+    )
+    query_mean: list[float] | None = Field(
+        default=None,
+        description="Example questions' mean, in place of the one in `filter_file` (fitted filters).",
     )
     template: str = Field(
         default="prompteol", description="Template name, or a format string with {text} in it."
@@ -107,7 +112,8 @@ class EmbFilterEmbedding(BaseEmbedding):
             )
         self.fingerprint = digest
         if isinstance(self.embeddings_cache, BaseKVStore):
-            self.embeddings_cache = _RoleCache.around(self.embeddings_cache, digest)
+            key = f"{digest}-{self._filter.query_digest}"  # the fingerprint is the documents' side
+            self.embeddings_cache = _RoleCache.around(self.embeddings_cache, key)
 
     def _make_filter(self) -> EmbFilter:
         if self.filter_file is None:
@@ -122,7 +128,8 @@ class EmbFilterEmbedding(BaseEmbedding):
                 f"{self.model_name!r} has ({self._encoder.unembedding_digest()}). Use its own backbone."
             )
         self.filter_type, self.filter_ratio = loaded.filter_type, loaded.filter_ratio
-        return loaded
+        self.band_start = None
+        return loaded if self.query_mean is None else loaded.with_query_mean(self.query_mean)
 
     @classmethod
     def class_name(cls) -> str:

@@ -13,6 +13,7 @@ from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.eval_set import EvalSet
 from rag_embfilter.filters import EmbFilter
+from rag_embfilter.fitting import FilterSpec, fit
 from rag_embfilter.ingestion import IngestReport, ingest
 from rag_embfilter.metrics import Comparison, RankMetrics, Run, compare, rank_metrics
 from rag_embfilter.store import Store, collection_name
@@ -61,6 +62,9 @@ def evaluate(
     store: Store,
     base: str | None = None,
     progress: Callable[[str, int], None] | None = None,
+    *,
+    fitted: Sequence[FilterSpec] = (),
+    questions: Sequence[str] | None = None,
 ) -> Evaluation:
     """Ask an eval set's questions of one collection per filter, raw among them.
 
@@ -70,6 +74,8 @@ def evaluate(
     Args:
         base: base name of the collections; by default `eval_base`.
         progress: called with `passages` or `questions` and the number of them done.
+        fitted: filters that are fitted on the set's passages, never on its judgements.
+        questions: example questions for them, other than the set's own; see `fit`.
 
     Raises `EncodingError` when a passage or question cannot be embedded, `FingerprintMismatch` when
     the base holds collections made another way.
@@ -88,6 +94,10 @@ def evaluate(
     )
     if report.failed:
         raise EncodingError({i: f"{doc}: {why}" for i, (doc, why) in enumerate(report.failed)})
+    if fitted:
+        made = [fit(spec, encoder, store, base, questions) for spec in fitted]
+        ingest(_documents(eval_set), encoder, made, store, base, chunk_size=None)
+        filters += made
     queries = list(eval_set.queries)
     embedded = encoder.encode_queries(
         [eval_set.queries[q] for q in queries], progress=_named(progress, "questions")

@@ -1,75 +1,50 @@
-"""EmbFilter: which directions of the unembedding to keep, and how to apply, save and load that choice."""
+"""EmbFilter: one linear map on raw embeddings; how to make it, apply it, save and load it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rag_embfilter.errors import ConfigError, EncodingError
-from rag_embfilter.fingerprint import Fingerprint, Part
+from rag_embfilter.fingerprint import Fingerprint, Part, array_digest
+from rag_embfilter.making import FILTER_TYPES, Embeddings, Source, make, query_mean
+from rag_embfilter.recipes import DEFAULT_KEEP, DEFAULT_SHRINKAGE, RECIPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rag_embfilter.encoder import Encoder
-    from rag_embfilter.spectrum import Spectrum
+
+__all__ = ["FILTER_TYPES", "EmbFilter", "Role", "unit_rows"]
 
 FloatArray = NDArray[np.float32]
 Role = Literal["document", "query"]
-IntArray = NDArray[np.int64]
-
-
-def _edge(hidden: int, dim: int, start: int, seed: int) -> IntArray:
-    return np.arange(start, start + dim)
-
-
-def _head(hidden: int, dim: int, start: int, seed: int) -> IntArray:
-    return np.arange(hidden - dim, hidden)
-
-
-def _tail(hidden: int, dim: int, start: int, seed: int) -> IntArray:
-    return np.arange(dim)
-
-
-def _mid(hidden: int, dim: int, start: int, seed: int) -> IntArray:
-    return np.concatenate([np.arange(dim // 2), np.arange(hidden - (dim - dim // 2), hidden)])
-
-
-def _rand(hidden: int, dim: int, start: int, seed: int) -> IntArray:
-    return np.sort(np.random.default_rng(seed).choice(hidden, dim, replace=False))
-
-
-# What each type keeps, as rows of the directions; the name says what it removes.
-KEPT: dict[str, Callable[[int, int, int, int], IntArray]] = {
-    "edge": _edge,
-    "head": _head,
-    "tail": _tail,
-    "mid": _mid,
-    "rand": _rand,
-}
-FILTER_TYPES = ("raw", *KEPT)
 
 
 @dataclass(frozen=True, eq=False)
 class EmbFilter:
-    """One linear map on raw unit embeddings: `z = matrix u`, then L2 norm.
+    """One linear map on raw unit embeddings: `z = matrix (u - mean_role)`, then L2 norm.
 
-    Source: EmbedFilter, arXiv 2606.07502, section 3. Distances between filtered vectors equal those
-    between the full-size projections `projector() u`.
+    Source: EmbedFilter, arXiv 2606.07502, section 3. For types without means, distances between filtered
+    vectors equal those between the full-size projections `projector() u`.
 
     Attributes:
-        matrix: float32 `[dim, hidden]`; its rows are orthonormal.
-        parts: what made it, for the fingerprint: type, ratio, band, seed, digest of the unembedding.
+        matrix: float32 `[dim, hidden]`; its rows are orthonormal for every type that is not fitted,
+            but for `gaussian`.
+        parts: what made it, for the fingerprint: type, ratio, band, seed, digests.
+        document_mean, query_mean: float32 `[hidden]`, subtracted first; None for types that do not centre.
     """
 
     matrix: FloatArray
     parts: dict[str, Part] = field(default_factory=dict)
+    document_mean: FloatArray | None = None
+    query_mean: FloatArray | None = None
 
     @classmethod
     def from_unembedding(
@@ -80,17 +55,19 @@ class EmbFilter:
         band_start: int | None = None,
         seed: int = 0,
         used_rows: Tensor | None = None,
+        **fit: Any,
     ) -> EmbFilter:
         """Make a filter from an output matrix `[vocab_size, hidden_size]`, any float dtype.
 
         Args:
-            filter_type: what is removed: `edge` keeps the middle of the spectrum, `head` the smallest
-                singular values, `tail` the largest, `mid` both ends, `rand` random directions; `raw`
-                removes nothing.
-            filter_ratio: the divisor: `dim = hidden_size // filter_ratio`. 1 is raw for every type.
+            filter_type: what is removed, a name out of `FILTER_TYPES`: `edge` keeps the middle of the
+                spectrum, `head` the smallest singular values, `tail` the largest, `mid` both ends, `rand`
+                random directions; `raw` removes nothing. `recipes.RECIPES` says a line on each.
+            filter_ratio: the divisor: `dim = hidden_size // filter_ratio`. 1 is raw for the types above.
             band_start: first direction that `edge` keeps; by default the middle, `(hidden - dim) // 2`.
-            seed: picks the directions of `rand`.
+            seed: picks what is random.
             used_rows: bool `[vocab_size]`; rows that no token uses, to be left out, are False.
+            fit: `corpus`, `queries`, `frequencies`, `keep`, `shrinkage` as in `from_encoder`.
 
         Raises `ConfigError` for an unknown type, a ratio that leaves no dimension, a band outside the
         spectrum, or a matrix that is not two-dimensional.
@@ -102,15 +79,15 @@ class EmbFilter:
         matrix = torch.as_tensor(unembedding)
         if matrix.ndim != 2:
             raise ConfigError(f"unembedding of shape {tuple(matrix.shape)}: expected [vocab, hidden].")
-        return cls.from_spectrum(
-            lambda: Spectrum.of(matrix, used_rows),
-            lambda: unembedding_digest(matrix, used_rows),
+        rows = torch.ones(len(matrix), dtype=torch.bool) if used_rows is None else used_rows
+        source = Source(
             matrix.shape[1],
-            filter_type,
-            filter_ratio,
-            band_start,
-            seed,
+            lambda: matrix,
+            lambda: rows,
+            lambda: Spectrum.of(matrix, rows),
+            lambda: unembedding_digest(matrix, rows),
         )
+        return cls(*make(source, filter_type, filter_ratio, band_start, seed, **fit))
 
     @classmethod
     def from_encoder(
@@ -120,49 +97,52 @@ class EmbFilter:
         filter_ratio: int = 2,
         band_start: int | None = None,
         seed: int = 0,
+        *,
+        corpus: Embeddings | None = None,
+        queries: FloatArray | None = None,
+        frequencies: NDArray[np.float64] | None = None,
+        keep: float = DEFAULT_KEEP,
+        shrinkage: float = DEFAULT_SHRINKAGE,
     ) -> EmbFilter:
         """As `from_unembedding`, for an encoder's backbone: unused vocabulary rows are left out and the
         spectrum is cached on disk.
+
+        Args:
+            encoder: its backbone gives the unembedding.
+            filter_type, filter_ratio, band_start, seed: as there.
+            corpus: raw unit embeddings of passages, `[n, hidden]` or an iterable of such arrays that is
+                read once; for the fitted types. Never judgements.
+            queries: raw unit embeddings of example questions `[n, hidden]`; for `calibrated`. Without
+                them documents' mean serves both roles, which costs several points, and is warned about.
+            frequencies: how often each token occurs, `[vocab]`, for `ideal` (see `token_counts`); by
+                default the vocabulary's own order.
+            keep: share of the spectrum that `calibrated` leaves to its PCA; 1 removes no edge.
+            shrinkage: how far `calibrated` pulls variances towards their mean before it divides by them.
         """
-        return cls.from_spectrum(
+        from rag_embfilter.spectroscopy import vocabulary_order_counts
+
+        backbone = encoder.backbone
+        source = Source(
+            encoder.hidden_size,
+            lambda: backbone.unembedding,
+            lambda: backbone.used_rows,
             encoder.spectrum,
             encoder.unembedding_digest,
-            encoder.hidden_size,
+            lambda: vocabulary_order_counts(backbone.tokenizer, len(backbone.unembedding)),
+        )
+        made = make(
+            source,
             filter_type,
             filter_ratio,
             band_start,
             seed,
+            corpus=corpus,
+            queries=queries,
+            frequencies=frequencies,
+            keep=keep,
+            shrinkage=shrinkage,
         )
-
-    @classmethod
-    def from_spectrum(
-        cls,
-        spectrum: Callable[[], Spectrum],
-        digest: Callable[[], str],
-        hidden_size: int,
-        filter_type: str,
-        filter_ratio: int,
-        band_start: int | None = None,
-        seed: int = 0,
-    ) -> EmbFilter:
-        """The shared part of the two constructors above; spectrum and digest are asked for only when
-        the type needs them. Arguments and errors as there.
-        """
-        dim = _checked_dim(hidden_size, filter_type, filter_ratio, band_start, seed)
-        if filter_type == "raw" or filter_ratio == 1:
-            return cls(np.eye(hidden_size, dtype=np.float32), {"filter_type": "raw", "filter_ratio": 1})
-        start = (hidden_size - dim) // 2 if band_start is None else band_start
-        kept = KEPT[filter_type](hidden_size, dim, start, seed)
-        parts: dict[str, Part] = {
-            "filter_type": filter_type,
-            "filter_ratio": int(filter_ratio),
-            "unembedding": digest(),
-        }
-        if filter_type == "edge":
-            parts["band_start"] = int(start)
-        if filter_type == "rand":
-            parts["seed"] = int(seed)
-        return cls(np.ascontiguousarray(spectrum().directions[kept]), parts)
+        return cls(*made)
 
     @property
     def filter_type(self) -> str:
@@ -192,12 +172,37 @@ class EmbFilter:
         name = f"{self.filter_type}-r{self.filter_ratio}"
         if (start := self.parts.get("band_start")) not in (None, (self.hidden_size - self.dim) // 2):
             name += f"-b{start}"
+        for part, letter, default in (("keep", "k", DEFAULT_KEEP), ("shrinkage", "w", DEFAULT_SHRINKAGE)):
+            if (value := self.parts.get(part)) not in (None, f"{default:g}"):
+                name += f"-{letter}{value}"
         return f"{name}-s{seed}" if (seed := self.parts.get("seed")) else name
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Everything about the filter that changes a vector."""
+        """Everything about the filter that changes a document's vector."""
         return Fingerprint(self.parts)
+
+    @property
+    def query_digest(self) -> str | None:
+        """Digest of the query mean, which can be fitted anew without touching a stored vector."""
+        return None if self.query_mean is None else array_digest(self.query_mean)
+
+    def with_queries(self, queries: FloatArray) -> EmbFilter:
+        """The same filter with its query mean fitted on other example questions `[n, hidden]`.
+
+        Raises `ConfigError` for a type that does not centre queries apart, or under 5 questions.
+        """
+        return self.with_query_mean(query_mean(queries, self.hidden_size))
+
+    def with_query_mean(self, mean: FloatArray | Sequence[float]) -> EmbFilter:
+        """The same filter with this query mean `[hidden]`. Raises `ConfigError` as `with_queries`."""
+        array = np.asarray(mean, dtype=np.float32)
+        if not RECIPES[self.filter_type].centred or array.shape != (self.hidden_size,):
+            raise ConfigError(
+                f"{self.name} of {self.hidden_size} dimensions cannot take a query mean of shape "
+                f"{array.shape}; only calibrated filters centre queries."
+            )
+        return replace(self, query_mean=array)
 
     def projector(self) -> FloatArray:
         """The filter at full size, `matrix^T matrix`, float32 `[hidden, hidden]`."""
@@ -208,7 +213,8 @@ class EmbFilter:
 
         Args:
             embeddings: `[n, hidden]`.
-            role: `document` or `query`; these filters treat both alike.
+            role: `document` or `query`; it matters to filters that centre the two apart. For texts of
+                one kind on both sides use `document` for both.
             normalize: scale the result to unit length.
 
         Returns: float32 `[n, dim]`.
@@ -225,17 +231,22 @@ class EmbFilter:
                 f"embeddings of shape {x.shape}: this filter takes [n, {self.hidden_size}], the raw "
                 "embeddings of the backbone it was made from."
             )
-        filtered = x if self.filter_type == "raw" else x @ self.matrix.T
-        return unit_rows(filtered, np.linalg.norm(x, axis=1)) if normalize else filtered
+        norms = np.linalg.norm(x, axis=1)
+        mean = self.query_mean if role == "query" else self.document_mean
+        centred: FloatArray = x if mean is None else x - mean
+        filtered: FloatArray = centred if self.filter_type == "raw" else centred @ self.matrix.T
+        return unit_rows(filtered, norms) if normalize else filtered
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file: the matrix, and the fingerprint's parts as metadata."""
+        """Write one safetensors file: matrix and means, and the fingerprint's parts as metadata."""
         from safetensors.numpy import save
 
         from rag_embfilter.files import write_bytes
 
+        arrays = {"matrix": self.matrix, "document_mean": self.document_mean, "query_mean": self.query_mean}
+        kept = {key: np.ascontiguousarray(array) for key, array in arrays.items() if array is not None}
         metadata = {"embfilter": json.dumps({"parts": self.parts, "digest": self.fingerprint.digest})}
-        write_bytes(Path(path), save({"matrix": np.ascontiguousarray(self.matrix)}, metadata))
+        write_bytes(Path(path), save(kept, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> EmbFilter:
@@ -245,14 +256,18 @@ class EmbFilter:
         try:
             with safe_open(str(path), framework="numpy") as stream:
                 made = json.loads((stream.metadata() or {})["embfilter"])
-                loaded = cls(stream.get_tensor("matrix"), made["parts"])
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+                arrays = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+            loaded = cls(parts=made["parts"], **arrays)
+            intact = loaded.fingerprint.digest == made.get("digest")
+            fit = loaded.parts.get("fit")
+            intact = intact and fit in (None, array_digest(loaded.matrix, loaded.document_mean))
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{str(path)!r} is not a filter file that EmbFilter.save wrote ({error}); "
                 "make the filter again from its encoder."
             ) from error
-        if loaded.fingerprint.digest != made.get("digest"):
-            raise ConfigError(f"{str(path)!r}: its parts do not match its fingerprint; the file was altered.")
+        if not intact:
+            raise ConfigError(f"{str(path)!r}: its content does not match its fingerprint; it was altered.")
         return loaded
 
 
@@ -272,27 +287,3 @@ def unit_rows(vectors: FloatArray, scale: NDArray[np.floating] | None = None) ->
     reasons = np.where(np.isfinite(norms), "nothing is left of its vector", "its vector holds NaN or Inf")
     problems = {int(row): str(reasons[row]) for row in np.flatnonzero(~good)}
     raise EncodingError(problems, unit)
-
-
-def _checked_dim(hidden: int, filter_type: str, ratio: int, band_start: int | None, seed: int) -> int:
-    """The filter's size, once its arguments have been found to make sense together."""
-    if filter_type not in FILTER_TYPES:
-        raise ConfigError(f"filter_type {filter_type!r}: expected one of {', '.join(FILTER_TYPES)}.")
-    if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio < 1:
-        raise ConfigError(f"filter_ratio {ratio!r}: expected a whole number of 1 or more.")
-    if hidden // ratio < 1:
-        raise ConfigError(
-            f"filter_ratio {ratio} leaves no dimension of {hidden}; the largest ratio is {hidden}."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise ConfigError(f"seed {seed!r}: expected a whole number of 0 or more.")
-    dim = hidden // ratio
-    if band_start is not None:
-        if filter_type != "edge":
-            raise ConfigError(f"band_start {band_start}: only `edge` has a band, not {filter_type!r}.")
-        if not 0 <= band_start <= hidden - dim:
-            raise ConfigError(
-                f"band_start {band_start}: a band of {dim} directions out of {hidden} can start at 0 to "
-                f"{hidden - dim}."
-            )
-    return dim

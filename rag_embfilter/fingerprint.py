@@ -6,10 +6,23 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rag_embfilter.errors import FingerprintMismatch
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Part = str | int | None
+
+
+def array_digest(*arrays: NDArray[np.floating] | None) -> str:
+    """First 16 hex digits of the SHA-256 over all values, never over a printed form, which elides some."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(b"-" if array is None else array.tobytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
 from rag_embfilter.filters import EmbFilter, unit_rows
 from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.store.connection import open_embedded, open_server, readable
-from rag_embfilter.store.described import KEY, CollectionInfo, check_name, collection_name, made_by
-from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of
+from rag_embfilter.store.described import (
+    KEY,
+    CollectionInfo,
+    check_name,
+    collection_name,
+    filter_file,
+    made_by,
+    mean_of,
+)
+from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of, text_of
 
 __all__ = ["CollectionInfo", "Hit", "Store", "check_name", "collection_name"]
 
@@ -38,6 +47,8 @@ class Store:
         api_key: the server's key.
         client: an open `QdrantClient`.
         timeout: seconds a server may take for one request.
+        filter_dir: folder of fitted filters, one file each; by default `filters` beside `path`, or
+            `.embfilter/filters`.
 
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """
@@ -49,10 +60,13 @@ class Store:
         api_key: str | None = None,
         client: QdrantClient | None = None,
         timeout: int = 60,
+        filter_dir: str | Path | None = None,
     ) -> None:
         if sum(given is not None for given in (path, url, client)) != 1:
             raise ConfigError("give exactly one of path (embedded), url (server) and client.")
         self.where = str(path or url or "the given client")
+        beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
+        self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
         self._lock = threading.RLock()
         self._owned = client is None
         if client is not None:
@@ -116,9 +130,58 @@ class Store:
             points=found.points_count or 0,
             dim=params.size,
             fingerprint=Fingerprint(parts) if parts else None,
-            settings=made.get("settings") or {},
+            settings=self._settings(made),
             made=made,
         )
+
+    def _settings(self, made: Mapping[str, Any]) -> dict[str, Any]:
+        """What `EmbFilterEmbedding` takes; a fitted filter's file is looked for in our folder."""
+        settings = dict(made.get("settings") or {})
+        if "filter_file" in settings:
+            settings["filter_file"] = str(self.filter_dir / settings["filter_file"])
+        return settings
+
+    def filter_of(self, name: str) -> EmbFilter:
+        """The fitted filter that made a collection, with the query mean the collection keeps.
+
+        Raises `StoreError` when its file is not in `filter_dir`, or the collection's filter is not fitted.
+        """
+        settings = self.info(name).settings
+        path = Path(settings.get("filter_file", ""))
+        if not path.name or not path.is_file():
+            raise StoreError(
+                f"collection {name!r} needs its fitted filter, {path.name or 'which it does not name'}, and "
+                f"{self.filter_dir} does not hold it. Copy the file there, name its folder (--filter-dir), "
+                "or delete the collection and ingest again."
+            )
+        loaded = EmbFilter.load(path)
+        return replace(loaded, query_mean=np.array(settings["query_mean"], dtype=np.float32))
+
+    def set_query_mean(self, name: str, embfilter: EmbFilter) -> None:
+        """Keep a fitted filter's query mean with its collection; no vector is touched.
+
+        Raises `FingerprintMismatch` when the collection was made with another filter.
+        """
+        info = self.info(name)
+        ours = {**(info.fingerprint.parts if info.fingerprint else {}), **embfilter.parts}
+        Fingerprint(ours).require(info.fingerprint or Fingerprint(), f"collection {name!r}")
+        settings = {**info.made["settings"], "query_mean": mean_of(embfilter)}
+        with self._calling() as client:
+            client.update_collection(name, metadata={KEY: {**info.made, "settings": settings}})
+
+    def stream(self, name: str) -> Iterator[tuple[list[str], FloatArray]]:
+        """All passages of a collection with their vectors, in parts: (texts, float32 `[n, dim]`)."""
+        offset = None
+        while True:
+            with self._calling() as client:
+                records, offset = client.scroll(
+                    name, limit=SCROLL, offset=offset, with_payload=["_node_content"], with_vectors=[VECTOR]
+                )
+            vectors = [r.vector[VECTOR] for r in records if isinstance(r.vector, dict)]
+            if vectors:
+                yield [text_of(r) for r in records], np.array(vectors, dtype=np.float32)
+            if offset is None:
+                return
 
     def require(self, name: str, fingerprint: Fingerprint, dim: int, writing: bool) -> None:
         """Check that a collection was made with this fingerprint and size.
@@ -149,6 +212,8 @@ class Store:
         if self.exists(name):
             self.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
             return
+        if "fit" in embfilter.parts:
+            embfilter.save(self.filter_dir / filter_file(embfilter))
         metadata = {KEY: made_by(encoder, embfilter, base)}
         vectors = models.VectorParams(size=embfilter.dim, distance=models.Distance.COSINE)
         with self._calling() as client:

@@ -47,6 +47,16 @@ def collection_name(base: str, embfilter: EmbFilter) -> str:
     return f"{base}-{embfilter.name}"
 
 
+def filter_file(embfilter: EmbFilter) -> str:
+    """File name of a fitted filter: its fingerprint."""
+    return f"{embfilter.fingerprint.digest}.safetensors"
+
+
+def mean_of(embfilter: EmbFilter) -> list[float] | None:
+    """A filter's query mean, ready for JSON."""
+    return None if embfilter.query_mean is None else [float(x) for x in embfilter.query_mean]
+
+
 def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]:
     """Our part of a collection's metadata."""
     from rag_embfilter import __version__
@@ -56,6 +66,8 @@ def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]
     settings["model_name"] = settings.pop("backbone")
     chosen = ("filter_type", "filter_ratio", "band_start", "seed")
     settings |= {key: embfilter.parts[key] for key in chosen if key in embfilter.parts}
+    if "fit" in embfilter.parts:
+        settings |= {"filter_file": filter_file(embfilter), "query_mean": mean_of(embfilter)}
     return {
         "fingerprint": fingerprint.digest,
         "parts": dict(fingerprint.parts),

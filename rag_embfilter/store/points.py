@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,11 @@ def _readings(value: str) -> Iterable[str | int | bool]:
         yield value.lower() == "true"
     if value.lstrip("-").isdecimal():
         yield int(value)
+
+
+def text_of(record: models.Record) -> str:
+    """A stored node's text."""
+    return str(json.loads((record.payload or {}).get("_node_content") or "{}").get("text", ""))
 
 
 def hit_of(point: models.ScoredPoint) -> Hit:

@@ -1,0 +1,108 @@
+"""Fitting on a store: filters that learn from the passages and questions a base already has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rag_embfilter.encoder import Encoder
+from rag_embfilter.errors import StoreError
+from rag_embfilter.filters import EmbFilter
+from rag_embfilter.fingerprint import Part
+from rag_embfilter.recipes import DEFAULT_KEEP, DEFAULT_SHRINKAGE, RECIPES
+from rag_embfilter.store import Store, collection_name
+
+logger = logging.getLogger(__name__)
+
+STAND_INS = 30
+SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。？！])|\n")
+
+
+@dataclass(frozen=True)
+class FilterSpec:
+    """A filter to be made: its type and settings, as in `EmbFilter.from_encoder`."""
+
+    filter_type: str
+    filter_ratio: int = 2
+    keep: float = DEFAULT_KEEP
+    shrinkage: float = DEFAULT_SHRINKAGE
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it needs a corpus."""
+        return self.filter_type in RECIPES and RECIPES[self.filter_type].fitted
+
+
+def fit(
+    spec: FilterSpec, encoder: Encoder, store: Store, base: str, questions: Sequence[str] | None = None
+) -> EmbFilter:
+    """A fitted filter for a base, from its raw collection in one streaming pass.
+
+    When the base has a collection of this filter already, its own filter is used, so that old and new
+    vectors stay comparable; given questions then refit the query mean alone.
+
+    Args:
+        spec: a fitted type.
+        encoder: the one that made the raw collection; it encodes the questions.
+        store: holds `BASE-raw`.
+        base: base name.
+        questions: example questions of the domain. Without any, stand-ins are cut from passages.
+
+    Raises `StoreError` when there is no raw collection, `FingerprintMismatch` when it was made another way.
+    """
+    raw = EmbFilter.from_encoder(encoder, "raw")
+    source = collection_name(base, raw)
+    if not store.exists(source):
+        raise StoreError(
+            f"{spec.filter_type} is fitted on collection {source!r}, which is not there; ingest raw."
+        )
+    store.require(source, encoder.fingerprint | raw.fingerprint, encoder.hidden_size, writing=False)
+    centred = RECIPES[spec.filter_type].centred
+    given = encoder.encode_queries(questions) if questions and centred else None
+    name = f"{base}-{_name(spec)}"
+    if store.exists(name):
+        kept = store.filter_of(name)
+        return kept if given is None else kept.with_queries(given)
+    texts: list[str] = []
+    if given is None and centred:
+        texts = stand_in_questions(text for part, _ in store.stream(source) for text in part)
+        logger.warning(
+            "no example questions: %d first sentences of passages stand in for them; real ones "
+            "(--example-questions) are better",
+            len(texts),
+        )
+        given = encoder.encode_queries(texts)
+    return EmbFilter.from_encoder(
+        encoder,
+        spec.filter_type,
+        spec.filter_ratio,
+        corpus=(vectors for _, vectors in store.stream(source)),
+        queries=given,
+        keep=spec.keep,
+        shrinkage=spec.shrinkage,
+    )
+
+
+def stand_in_questions(passages: Iterable[str], n: int = STAND_INS, seed: int = 0) -> list[str]:
+    """First sentences of `n` passages drawn at random from a stream, for when nobody has questions yet."""
+    rng = np.random.default_rng(seed)
+    drawn: list[str] = []
+    for i, passage in enumerate(passages):
+        if len(drawn) < n:
+            drawn.append(passage)
+        elif (place := int(rng.integers(i + 1))) < n:  # each passage with equal chance
+            drawn[place] = passage
+    firsts = (SENTENCE_END.split(passage.strip(), maxsplit=1)[0] for passage in drawn)
+    return [first for first in firsts if first.strip()]
+
+
+def _name(spec: FilterSpec) -> str:
+    """The name that the made filter will have."""
+    parts: dict[str, Part] = {"filter_type": spec.filter_type, "filter_ratio": spec.filter_ratio}
+    if RECIPES[spec.filter_type].uses:
+        parts |= {"keep": f"{spec.keep:g}", "shrinkage": f"{spec.shrinkage:g}"}
+    return EmbFilter(np.empty((0, 0), np.float32), parts).name
