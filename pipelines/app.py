@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipelines import collections_cmd, demo_cmd, evaluate_cmd, ingest_cmd, search_cmd
+from pipelines import collections_cmd, demo_cmd, evaluate_cmd, ingest_cmd, lens_cmd, refit_cmd, search_cmd
 from pipelines.options import expand_lists
 from pipelines.show import set_up_logging
 
@@ -22,6 +22,9 @@ app.command("demo")(demo_cmd.demo)
 app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
+app.command("refit-queries")(refit_cmd.refit_queries)
+app.command("lens")(lens_cmd.lens)
+app.command("spectrum")(lens_cmd.spectrum)
 app.add_typer(collections_cmd.app, name="collections")
 
 

@@ -73,6 +73,13 @@ def ingest(
             rich_help_panel=READING,
         ),
     ] = None,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            help="Remove what is stored of files that are no longer in the folders given.",
+            rich_help_panel=READING,
+        ),
+    ] = False,
     example_questions: options.ExampleQuestions = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
@@ -87,8 +94,8 @@ def ingest(
     end, and the rest is ingested; the exit code is then 1.
     """
     from pipelines.readers import ReadOptions, open_sources
-    from rag_embfilter.fitting import fit
-    from rag_embfilter.store import check_name
+    from rag_embfilter.fitting import fit, siblings
+    from rag_embfilter.store import check_name, collection_name
 
     check_name(collection)
     reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
@@ -101,16 +108,25 @@ def ingest(
         options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store,
         show.progress_bar() as progress,
     ):
+        names = {collection_name(collection, embfilter) for embfilter in filters}
+        others, foreign = siblings(encoder, store, collection, names)
+        filters += others
         run = partial(_run, encoder=encoder, store=store, base=collection, chunks=(chunk_size, chunk_overlap))
         report = run(reader, filters, progress=progress)
-        if fitted:
-            made = [fit(spec, encoder, store, collection, questions) for spec in fitted]
+        made = [fit(spec, encoder, store, collection, questions) for spec in fitted]
+        made = [f for f in made if f.name not in {other.name for other in others}]
+        if made:
             # Read again, not encoded again: the vectors come from the raw collection.
             again = run(open_sources(sources, reader.options), made, progress=progress)
             report.collections += again.collections
             report.removed += again.removed
+        _fill(store, collection, [*filters, *made], report)
+        vanished = _vanished(store, sources, reader, report.collections)
+        if prune:
+            report.removed += _remove(store, report.collections, vanished)
         progress.stop()
         _print(report, reader, encoder, store)
+        _notes(vanished, prune, foreign)
     if json_file is not None:
         _write(json_file, report, reader, encoder)
     if reader.failed or report.failed:
@@ -149,6 +165,54 @@ def _run(
         reader, encoder, filters, store, base,
         chunk_size=chunks[0], chunk_overlap=chunks[1], incomplete=reader.incomplete, progress=count,
     )  # fmt: skip
+
+
+def _fill(store: Store, base: str, filters: Sequence[EmbFilter], report: IngestReport) -> None:
+    """Bring what earlier runs stored into collections that are new, from the raw one."""
+    from rag_embfilter.ingestion import refilter
+    from rag_embfilter.store import collection_name
+
+    targets = {collection_name(base, f): f for f in filters if f.name != "raw"}
+    if store.exists(f"{base}-raw") and f"{base}-raw" in report.collections:
+        report.refiltered += max(refilter(store, f"{base}-raw", targets).values(), default=0)
+
+
+def _vanished(store: Store, given: Sequence[Path], reader: SourceReader, names: Sequence[str]) -> list[str]:
+    """Stored sources that lay below a folder given and are no longer there.
+
+    Nothing counts as gone while a folder cannot be listed.
+    """
+    folders = [f"{reader.name(folder)}/".removeprefix("./") for folder in given if folder.is_dir()]
+    if not folders or reader.unlisted:
+        return []
+    stored = set().union(*(store.sources(name) for name in names))
+    here = {reader.name(file) for file in reader.files}
+    return sorted(s for s in stored - here if any(s.startswith(folder) for folder in folders))
+
+
+def _remove(store: Store, names: Sequence[str], sources: Sequence[str]) -> int:
+    """Delete all points of these sources; how many there were."""
+    removed = 0
+    for name in names:
+        for start in range(0, len(sources), 256):
+            points = list(store.points_of(name, sources[start : start + 256]))
+            store.remove(name, points)
+            removed += len(points)
+    return removed
+
+
+def _notes(vanished: Sequence[str], prune: bool, foreign: Sequence[str]) -> None:
+    """What a person should know beside the counts."""
+    if vanished:
+        done = "were removed" if prune else "are still stored; --prune removes them"
+        show.out.print(f"{len(vanished)} sources are no longer there and {done}:")
+        for source in vanished[:10]:
+            show.out.print(f"  {show.escape(source)}", soft_wrap=True)
+    for name in foreign:
+        show.err.print(
+            f"[yellow]note:[/] {show.escape(name)} was made with other settings and is left as it is.",
+            soft_wrap=True,
+        )
 
 
 def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: Store) -> None:

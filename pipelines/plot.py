@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rag_embfilter.evaluation import Evaluation, FilterResult
 
@@ -19,6 +21,19 @@ COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c")
 
 def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) -> None:
     """Draw nDCG@10 against dimensions, one panel per set, with 95% intervals and raw as the reference."""
+    columns = min(3, len(evaluations))
+    rows = -(-len(evaluations) // 3)
+    size = (5.6 * columns if len(evaluations) > 1 else 7.2, 4.2 * rows)
+    with _figure(rows, columns, size, path) as axes:
+        for axis in axes.flat[len(evaluations) :]:
+            axis.remove()
+        for axis, evaluation in zip(axes.flat, evaluations, strict=False):
+            _panel(axis, evaluation)
+
+
+@contextmanager
+def _figure(rows: int, columns: int, size: tuple[float, float], path: Path) -> Iterator[NDArray[Any]]:
+    """The axes of a figure that is written to `path` when the block ends."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -33,18 +48,20 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
         "ytick.color": INK,
     }
     with mpl.rc_context(style):
-        width = 5.6 * min(3, len(evaluations)) if len(evaluations) > 1 else 7.2
-        rows = -(-len(evaluations) // 3)
-        figure, axes = plt.subplots(
-            rows, min(3, len(evaluations)), figsize=(width, 4.2 * rows), squeeze=False, layout="constrained"
-        )
-        for axis in axes.flat[len(evaluations) :]:
-            axis.remove()
-        for axis, evaluation in zip(axes.flat, evaluations, strict=False):
-            _panel(axis, evaluation)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Software": None})
-        plt.close(figure)
+        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        try:
+            yield axes
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150, metadata={"Software": None})
+        finally:
+            plt.close(figure)
+
+
+def _plain_look(axis: Axes) -> None:
+    axis.grid(axis="y", color=GRID)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(length=0)
 
 
 def _panel(axis: Axes, evaluation: Evaluation) -> None:
@@ -79,10 +96,7 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
         fontweight="bold",
         fontsize=11,
     )
-    axis.grid(axis="y", color=GRID)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(length=0)
+    _plain_look(axis)
     if others:
         axis.legend(frameon=False, loc="best", fontsize=9)
 
@@ -111,3 +125,21 @@ def _interval(result: FilterResult) -> tuple[float, float, float]:
     scores = 100 * np.array(list(result.metrics.per_query["ndcg_at_10"].values()))
     half = 1.96 * scores.std(ddof=1) / np.sqrt(len(scores)) if len(scores) > 1 else 0.0
     return float(scores.mean()), float(scores.mean() - half), float(scores.mean() + half)
+
+
+def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path: Path) -> None:
+    """Draw the spectroscopy response of each direction, one smoothed curve per group of tokens."""
+    with _figure(1, 1, (7.6, 4.2), path) as axes:
+        axis = axes[0, 0]
+        for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
+            width = max(1, len(curve) // 96)
+            smooth = np.convolve(
+                np.pad(curve, width, mode="edge"), np.ones(2 * width + 1) / (2 * width + 1), "valid"
+            )
+            axis.plot(curve, color=colour, alpha=0.18, lw=0.8)
+            axis.plot(smooth, color=colour, lw=1.8, label=f"{name} tokens")
+        axis.set(xlabel="direction, largest singular value first", ylabel="response of the logits")
+        axis.set_yscale("log")
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
+        axis.legend(frameon=False, fontsize=9)
+        _plain_look(axis)

@@ -62,6 +62,7 @@ class SourceReader:
         failed: (file or record, reason), filled as the iteration goes.
         skipped: files in folders whose type is not supported.
         incomplete: sources of which something could not be read.
+        unlisted: whether a folder could not be listed, so that nobody can tell what is gone.
     """
 
     files: list[Path]
@@ -69,6 +70,7 @@ class SourceReader:
     failed: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
     incomplete: set[str] = field(default_factory=set)
+    unlisted: bool = False
     on_bytes: Callable[[int], None] | None = None
 
     @property
@@ -78,7 +80,7 @@ class SourceReader:
 
     def __iter__(self) -> Iterator[Document]:
         for file in self.files:
-            source = self._name(file)
+            source = self.name(file)
             before, empty = len(self.failed), True
             try:
                 for document in READERS[file.suffix.lower()](file, source, self):
@@ -97,7 +99,8 @@ class SourceReader:
         """Note something that could not be read."""
         self.failed.append((printable(what), reason))
 
-    def _name(self, file: Path) -> str:
+    def name(self, file: Path) -> str:
+        """What a file or folder is called as a source."""
         path = file.resolve()
         root = self.options.root
         if root is None:
@@ -142,7 +145,7 @@ def open_sources(sources: Sequence[Path], options: ReadOptions) -> SourceReader:
     reader.files = list({file.resolve(): file for file in reader.files}.values())
     reader.skipped = list({file.resolve(): file for file in reader.skipped}.values())
     for file in reader.files:
-        reader._name(file)  # one that is not below `root` ends the run before anything is encoded
+        reader.name(file)  # one that is not below `root` ends the run before anything is encoded
     if not reader.files:
         raise ConfigError(
             f"nothing to read in {', '.join(map(str, sources))}: expected files of type {' '.join(READERS)}."
@@ -154,7 +157,12 @@ def _files_below(folder: Path, reader: SourceReader) -> list[Path]:
     """A folder's files in order, without hidden ones; a folder that cannot be listed is noted as failed."""
     found: list[Path] = []
     # Not `rglob`: it passes over folders that it may not enter without a word, and walks hidden ones.
-    walk = os.walk(folder, onerror=lambda error: reader.fail(str(error.filename), str(error.strerror)))
+
+    def note(error: OSError) -> None:
+        reader.fail(str(error.filename), str(error.strerror))
+        reader.unlisted = True
+
+    walk = os.walk(folder, onerror=note)
     for place, folders, names in walk:
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(place, name) for name in names if not name.startswith(".")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +69,7 @@ def fit(
         return kept if given is None else kept.with_queries(given)
     texts: list[str] = []
     if given is None and centred:
-        texts = stand_in_questions(text for part, _ in store.stream(source) for text in part)
+        texts = stand_in_questions(node.text for part, _ in store.stream(source) for node in part)
         logger.warning(
             "no example questions: %d first sentences of passages stand in for them; real ones "
             "(--example-questions) are better",
@@ -85,6 +85,32 @@ def fit(
         keep=spec.keep,
         shrinkage=spec.shrinkage,
     )
+
+
+def siblings(
+    encoder: Encoder, store: Store, base: str, known: Container[str]
+) -> tuple[list[EmbFilter], list[str]]:
+    """Filters of a base's other collections, so that one run keeps all of them in step.
+
+    Returns: the filters of collections not in `known` that this encoder made; and the names of those
+    that it did not make, which must be left alone.
+    """
+    found, others = [], []
+    for name in store.names():
+        if name in known or not name.startswith(f"{base}-"):
+            continue
+        info = store.info(name)
+        if info.made.get("base") != base or info.fingerprint is None:
+            continue
+        if "filter_file" in info.settings:
+            embfilter = store.filter_of(name)
+        else:
+            chosen = ("filter_type", "filter_ratio", "band_start", "seed")
+            settings = {key: info.settings[key] for key in chosen if key in info.settings}
+            embfilter = EmbFilter.from_encoder(encoder, **settings)
+        same = (encoder.fingerprint | embfilter.fingerprint).digest == info.fingerprint.digest
+        found.append(embfilter) if same else others.append(name)
+    return found, others
 
 
 def stand_in_questions(passages: Iterable[str], n: int = STAND_INS, seed: int = 0) -> list[str]:

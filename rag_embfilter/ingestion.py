@@ -7,7 +7,7 @@ there already needs no work, and a run that was killed goes on where it stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +91,30 @@ def ingest(
             _advance(run, progress)
     _advance(run, progress, last=True)
     return run.report
+
+
+def refilter(store: Store, source: str, targets: Mapping[str, EmbFilter]) -> dict[str, int]:
+    """Bring every point of a raw collection that a target lacks into it, with no pass of the backbone.
+
+    Args:
+        store: holds them all.
+        source: full name of the raw collection.
+        targets: full name -> filter; the collections exist (`Store.create`).
+
+    Returns: points written by name. Raises `EncodingError` for vectors that a filter removes entirely.
+    """
+    written = dict.fromkeys(targets, 0)
+    held = store.info(source).points
+    behind = {name: f for name, f in targets.items() if store.info(name).points < held}
+    for nodes, vectors in store.stream(source) if behind else ():
+        ids = [node.id_ for node in nodes]
+        for name, embfilter in behind.items():
+            present = store.present(name, ids)
+            missing = [i for i, point in enumerate(ids) if point not in present]
+            if missing:
+                store.upsert(name, [nodes[i] for i in missing], embfilter.apply(vectors[missing]))
+                written[name] += len(missing)
+    return written
 
 
 def _targets(encoder: Encoder, filters: Sequence[EmbFilter], store: Store, base: str) -> dict[str, EmbFilter]:

@@ -29,7 +29,7 @@ from rag_embfilter.store.described import (
     made_by,
     mean_of,
 )
-from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of, text_of
+from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of, node_of
 
 __all__ = ["CollectionInfo", "Hit", "Store", "check_name", "collection_name"]
 
@@ -169,19 +169,28 @@ class Store:
         with self._calling() as client:
             client.update_collection(name, metadata={KEY: {**info.made, "settings": settings}})
 
-    def stream(self, name: str) -> Iterator[tuple[list[str], FloatArray]]:
-        """All passages of a collection with their vectors, in parts: (texts, float32 `[n, dim]`)."""
+    def stream(self, name: str) -> Iterator[tuple[list[TextNode], FloatArray]]:
+        """All nodes of a collection with their vectors, in parts: (nodes, float32 `[n, dim]`)."""
         offset = None
         while True:
             with self._calling() as client:
-                records, offset = client.scroll(
-                    name, limit=SCROLL, offset=offset, with_payload=["_node_content"], with_vectors=[VECTOR]
-                )
-            vectors = [r.vector[VECTOR] for r in records if isinstance(r.vector, dict)]
-            if vectors:
-                yield [text_of(r) for r in records], np.array(vectors, dtype=np.float32)
+                records, offset = client.scroll(name, limit=SCROLL, offset=offset, with_vectors=[VECTOR])
+            whole = [(node_of(r), r.vector[VECTOR]) for r in records if isinstance(r.vector, dict)]
+            if whole:
+                yield [node for node, _ in whole], np.array([vector for _, vector in whole], dtype=np.float32)
             if offset is None:
                 return
+
+    def sources(self, name: str) -> set[str]:
+        """The sources of all points of a collection."""
+        found: set[str] = set()
+        offset = None
+        while True:
+            with self._calling() as client:
+                records, offset = client.scroll(name, limit=SCROLL, offset=offset, with_payload=["source"])
+            found.update(str((record.payload or {}).get("source")) for record in records)
+            if offset is None:
+                return found
 
     def require(self, name: str, fingerprint: Fingerprint, dim: int, writing: bool) -> None:
         """Check that a collection was made with this fingerprint and size.

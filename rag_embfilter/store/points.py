@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,17 +81,17 @@ def _readings(value: str) -> Iterable[str | int | bool]:
         yield int(value)
 
 
-def text_of(record: models.Record) -> str:
-    """A stored node's text."""
-    return str(json.loads((record.payload or {}).get("_node_content") or "{}").get("text", ""))
+def node_of(point: models.Record | models.ScoredPoint) -> TextNode:
+    """A stored point's node; of one that somebody else made, what there is."""
+    payload = point.payload or {}
+    try:
+        node = metadata_dict_to_node(payload)
+    except ValueError:
+        node = TextNode(id_=str(point.id), text=str(payload.get("text", "")), metadata=payload)
+    assert isinstance(node, TextNode)
+    return node
 
 
 def hit_of(point: models.ScoredPoint) -> Hit:
     """A found point with its node."""
-    payload = point.payload or {}
-    try:
-        node = metadata_dict_to_node(payload)
-    except ValueError:  # made by somebody else: take what there is
-        node = TextNode(text=str(payload.get("text", "")), metadata=payload)
-    assert isinstance(node, TextNode)
-    return Hit(str(point.id), float(point.score), node)
+    return Hit(str(point.id), float(point.score), node_of(point))

@@ -1,0 +1,80 @@
+"""A base in step: siblings, new filters, files that are gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines.app import main
+from rag_embfilter import Store
+
+
+@pytest.fixture
+def run(llama, tmp_path, capsys):
+    """`ingest` of a folder with three files into base `c`; gives exit code and output."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name in ("a", "b", "c"):
+        (docs / f"{name}.txt").write_text(f"text of {name}")
+
+    def call(*more: str, folder: str = "docs"):
+        arguments = ["ingest", str(tmp_path / folder), "--collection", "c", "--backbone", str(llama)]
+        code = main([*arguments, "--qdrant-path", str(tmp_path / "q"), *more])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    call.docs = docs
+    return call
+
+
+def _texts(tmp_path, name):
+    with Store(path=tmp_path / "q") as store:
+        return sorted(node.text for nodes, _ in store.stream(name) for node in nodes)
+
+
+def test_every_collection_of_the_base_follows_a_change(run, tmp_path):
+    assert run("--filter-types", "edge", "tail", "--filter-ratios", "2", "4")[0] == 0
+    (run.docs / "a.txt").write_text("another text")
+    assert run()[0] == 0
+    for name in ("c-raw", "c-edge-r2", "c-edge-r4", "c-tail-r2", "c-tail-r4"):
+        assert _texts(tmp_path, name) == ["another text", "text of b", "text of c"]
+
+
+def test_a_new_filter_holds_what_earlier_runs_stored(run, tmp_path):
+    assert run()[0] == 0
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "d.txt").write_text("text of d")
+    code, out, _ = run("--filter-types", "tail", "--filter-ratios", "4", folder="more")
+    assert code == 0 and "1 encoded" in out and "3 filtered from raw" in out
+    for name in ("c-raw", "c-edge-r2", "c-tail-r4"):
+        assert _texts(tmp_path, name) == ["text of a", "text of b", "text of c", "text of d"]
+
+
+def test_files_that_are_gone_are_named_and_removed_when_told(run, tmp_path):
+    run()
+    (run.docs / "a.txt").unlink()
+    (run.docs / "b.txt").rename(run.docs / "z.txt")
+    code, out, _ = run()
+    assert code == 0 and "2 sources are no longer there and are still stored; --prune removes them" in out
+    assert len(_texts(tmp_path, "c-raw")) == 4
+    code, out, _ = run("--prune")
+    assert code == 0 and "were removed" in out and f"{run.docs}/a.txt" in out
+    for name in ("c-raw", "c-edge-r2"):
+        assert _texts(tmp_path, name) == ["text of b", "text of c"]
+
+
+def test_pruning_spares_other_folders_and_files_that_failed_to_read(run, tmp_path):
+    run()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "d.txt").write_text("text of d")
+    run(folder="more")
+    (run.docs / "a.txt").write_bytes(b"\xff\xfe\x00\xd8")
+    code, out, _ = run("--prune")
+    assert code == 1 and "no longer there" not in out
+    assert _texts(tmp_path, "c-raw") == ["text of a", "text of b", "text of c", "text of d"]
+
+
+def test_a_sibling_of_other_settings_is_left_alone_and_named(run, tmp_path):
+    run("--filter-types", "edge", "--filter-ratios", "4", "--template", "plain", "--no-raw")
+    code, _, err = run()
+    assert code == 0 and "c-edge-r4 was made with other settings" in err
+    assert len(_texts(tmp_path, "c-edge-r2")) == 3
