@@ -34,7 +34,7 @@ def demo(
 
     start = time.perf_counter()
     loaded = EvalSet.load(eval_set)
-    show.err.print("Loading SmolLM2-135M (the first time its GGUF is converted, about half a minute) ...")
+    show.err.print("Loading SmolLM2-135M ...")
     encoder = Encoder("smollm2")
     filters, _ = options.make_filters(encoder, ["edge"], [2, 4, 8], raw=True)
     with Store(path=qdrant_path) as store:

@@ -147,7 +147,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     rows = [_row(result, judged[result.embfilter.name] if ragas else {}) for result in evaluation.results]
     title = (
         f"{eval_set.name}: {len(eval_set.queries)} questions, {len(eval_set.corpus)} passages "
-        f"({report.encoded} encoded, {report.unchanged} unchanged), {evaluation.encoder.backbone.name}"
+        f"({report.encoded} encoded), {evaluation.encoder.backbone.name}"
     )
     show.out.print()
     show.out.print(show.table(show.escape(title), head, rows))
@@ -183,10 +183,26 @@ def _sentence(evaluation: Evaluation) -> str:
             f"[yellow]Too few questions ({len(evaluation.eval_set.queries)}) to tell; collect at least 20.[/]"
         )
     if best is raw or best.versus_raw is None:
-        return "[yellow]No filter beats raw beyond noise here: keep raw.[/]"
+        return _nothing_better(evaluation)
     versus = best.versus_raw
     return (
         f"[green]{best.embfilter.name}[/] ({best.embfilter.dim} dimensions) beats raw "
         f"({raw.embfilter.dim}) by {100 * versus.difference:.1f} points of nDCG@10 on {versus.n} questions "
         f"(95% interval {100 * versus.low:.1f} to {100 * versus.high:.1f})."
+    )
+
+
+def _nothing_better(evaluation: Evaluation) -> str:
+    """What to say when no filter beats raw: the smallest that is not shown to lose is worth a thought."""
+    said = "[yellow]No filter is shown to beat raw here: keep raw"
+    even = [r for r in evaluation.results if r.versus_raw and r.versus_raw.verdict == "no evidence"]
+    if not even:
+        return f"{said}.[/]"
+    smallest = min(even, key=lambda r: r.embfilter.dim)
+    versus = smallest.versus_raw
+    assert versus is not None
+    interval = show.escape(f"[{100 * versus.low:+.1f}, {100 * versus.high:+.1f}]")
+    return (
+        f"{said}[/]. If size matters: {smallest.embfilter.name} ({smallest.embfilter.dim} dimensions) is not "
+        f"shown to lose either, {100 * versus.difference:+.1f} {interval}; more questions would tell."
     )

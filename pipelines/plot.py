@@ -66,8 +66,7 @@ def _plain_look(axis: Axes) -> None:
 
 def _panel(axis: Axes, evaluation: Evaluation) -> None:
     raw, *others = evaluation.results
-    mean, low, high = _interval(raw)
-    axis.axhspan(low, high, color=RAW, alpha=0.18, lw=0)
+    mean = 100 * raw.metrics.mean()
     axis.axhline(mean, color=RAW, ls="--", lw=1.2)
     axis.plot(raw.embfilter.dim, mean, marker="D", ms=6, color=RAW, ls="")
     axis.annotate(
@@ -81,14 +80,16 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
         color="#52606d",
         fontsize=9,
     )
-    for (kind, results), colour in zip(_by_type(others).items(), COLOURS * 2, strict=False):
-        _line(axis, kind, results, colour)
+    kinds = list(_by_type(others).items())
+    for place, ((kind, results), colour) in enumerate(zip(kinds, COLOURS * 3, strict=False)):
+        # Types of one size stand beside each other, not on top of each other.
+        _line(axis, kind, results, colour, mean, 1 + 0.035 * (place - (len(kinds) - 1) / 2))
     sizes = sorted({r.embfilter.dim for r in evaluation.results})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
-    axis.margins(x=0.09)
-    axis.set(xlabel="dimensions of a vector", ylabel="nDCG@10 (bars: 95% interval of the mean)")
+    axis.margins(x=0.09, y=0.12)
+    axis.set(xlabel="dimensions of a vector", ylabel="nDCG@10 (bars: 95% of the difference from raw)")
     axis.set_title(
         f"{evaluation.eval_set.name}: {len(evaluation.eval_set.queries)} questions, "
         f"{evaluation.encoder.backbone.name}",
@@ -101,15 +102,27 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
         axis.legend(frameon=False, loc="best", fontsize=9)
 
 
-def _line(axis: Axes, kind: str, results: Sequence[FilterResult], colour: str) -> None:
-    figures = [_interval(result) for result in results]
-    sizes = [result.embfilter.dim for result in results]
-    means = [mean for mean, _, _ in figures]
-    spread = [[m - low for m, low, _ in figures], [high - m for m, _, high in figures]]
-    axis.errorbar(sizes, means, yerr=spread, color=colour, marker="o", ms=6, lw=1.8, capsize=3, label=kind)
+def _line(
+    axis: Axes, kind: str, results: Sequence[FilterResult], colour: str, raw: float, shift: float
+) -> None:
+    """One type's means with the paired interval of their difference from raw, set on raw's mean."""
+    sizes = [result.embfilter.dim * shift for result in results]
+    means = [100 * result.metrics.mean() for result in results]
+    paired = [result.versus_raw for result in results]
+    low = [max(0.0, m - raw - 100 * p.low) if p else 0.0 for m, p in zip(means, paired, strict=True)]
+    high = [max(0.0, raw + 100 * p.high - m) if p else 0.0 for m, p in zip(means, paired, strict=True)]
+    axis.errorbar(
+        sizes, means, yerr=[low, high], color=colour, marker="o", ms=6, lw=1.8, capsize=3, label=kind
+    )
     for size, mean in zip(sizes, means, strict=True):
         axis.annotate(
-            f"{mean:.1f}", (size, mean), xytext=(8, -12), textcoords="offset points", color=colour, fontsize=9
+            f"{mean:.1f}",
+            (size, mean),
+            xytext=(8, -12),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8},
         )
 
 
@@ -118,13 +131,6 @@ def _by_type(results: Sequence[FilterResult]) -> Mapping[str, list[FilterResult]
     for result in sorted(results, key=lambda r: r.embfilter.dim):
         grouped.setdefault(result.embfilter.filter_type, []).append(result)
     return grouped
-
-
-def _interval(result: FilterResult) -> tuple[float, float, float]:
-    """Mean nDCG@10 in points and its 95% normal interval over the questions."""
-    scores = 100 * np.array(list(result.metrics.per_query["ndcg_at_10"].values()))
-    half = 1.96 * scores.std(ddof=1) / np.sqrt(len(scores)) if len(scores) > 1 else 0.0
-    return float(scores.mean()), float(scores.mean() - half), float(scores.mean() + half)
 
 
 def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path: Path) -> None:

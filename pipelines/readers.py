@@ -215,6 +215,8 @@ def _read_html(file: Path, source: str, reader: SourceReader) -> Iterator[Docume
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     if soup.title:
         soup.title.decompose()
+    for tag in soup.find_all("nav"):
+        tag.decompose()  # menus are the same on every page
     for tag in soup.find_all(BLOCKS):
         tag.insert_before("\n")
         tag.insert_after("\n")

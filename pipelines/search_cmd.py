@@ -116,7 +116,8 @@ def _print_hit(rank: int, hit: Hit) -> None:
         f"[bold]{rank}.[/] [cyan]{hit.score:.3f}[/] [bold]{show.escape(_shown_place(hit))}[/]", soft_wrap=True
     )
     passage = textwrap.shorten(hit.text, 400, placeholder=" ...")
-    show.out.print(textwrap.indent(textwrap.fill(passage, 96), "   "), markup=False)
+    width = min(96, show.out.width - 4)
+    show.out.print(textwrap.indent(textwrap.fill(passage, width), "   "), markup=False)
 
 
 def _json(question: str, info: CollectionInfo, hits: list[Hit]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -279,13 +280,17 @@ def _converted(gguf: Path) -> Path:
 def _load(source: str, name: str, revision: str | None) -> tuple[PreTrainedModel, Any]:
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
+        if not Path(source).is_dir():
+            # One file first: without a hub, each of the many that follow would be tried for a while.
+            hf_hub_download(source, "config.json", **options)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         # "auto" keeps the stored dtype, so that the unembedding's digest does not depend on ours.
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False, **options)
     except Exception as error:  # whatever a reader of foreign files meets
         raise BackboneError(
             f"backbone {name!r} cannot be loaded: {_first_line(error)} Check the id or path and its "
-            "revision, that a hub can be reached, and that it is a causal language model."
+            "revision, that a hub can be reached, and that it is a causal language model. Without a hub, "
+            f"use a model folder, a .gguf file, or an alias ({', '.join(PACKAGED)})."
         ) from error
     return model.eval(), tokenizer
 
@@ -353,11 +358,15 @@ def _used_rows(tokenizer: Any, rows: int) -> Tensor:
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers while it loads; errors still surface."""
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
         hf_logging.set_verbosity(level)
+        hub.setLevel(hub_level)
         if bars:
             hf_logging.enable_progress_bar()
