@@ -17,6 +17,7 @@ from typing import Any
 
 from llama_index.core.schema import Document
 
+from pipelines.html_text import title_and_text
 from rag_embfilter.errors import ConfigError
 
 # Metadata names with a meaning of their own here or in LlamaIndex's Qdrant store; a field of the
@@ -32,10 +33,6 @@ BOMS = {
     codecs.BOM_UTF16_BE: "utf-16",
     codecs.BOM_UTF8: "utf-8-sig",
 }
-BLOCKS = (
-    "address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer "
-    "form h1 h2 h3 h4 h5 h6 header hr li main nav ol option p pre section summary table td th tr ul"
-).split()
 SCALARS = (str, int, float, bool)
 
 
@@ -133,6 +130,8 @@ def open_sources(sources: Sequence[Path], options: ReadOptions) -> SourceReader:
             for file in _files_below(source, reader):
                 supported = file.suffix.lower() in READERS
                 (reader.files if supported else reader.skipped).append(file)
+        elif source.exists() and not source.is_file():
+            raise ConfigError(f"source {str(source)!r} is neither a file nor a folder.")
         elif not source.exists():
             raise ConfigError(f"source {str(source)!r} does not exist.")
         elif source.suffix.lower() not in READERS:
@@ -205,23 +204,11 @@ def _read_text(file: Path, source: str, reader: SourceReader) -> Iterator[Docume
 
 
 def _read_html(file: Path, source: str, reader: SourceReader) -> Iterator[Document]:
-    from bs4 import BeautifulSoup, ParserRejectedMarkup
-
-    # LlamaIndex's HTMLTagReader returns the code of <script> tags as text; BeautifulSoup leaves it out.
     try:
-        soup = BeautifulSoup(_html_text(file, reader.options.encoding), "html.parser")
-    except ParserRejectedMarkup as error:
+        title, text = title_and_text(_html_text(file, reader.options.encoding))
+    except AssertionError as error:  # the standard library's way to say that it gives up
         raise _UnreadableError(f"not readable HTML ({error})") from error
-    title = " ".join(soup.title.get_text().split()) if soup.title else ""
-    if soup.title:
-        soup.title.decompose()
-    for tag in soup.find_all("nav"):
-        tag.decompose()  # menus are the same on every page
-    for tag in soup.find_all(BLOCKS):
-        tag.insert_before("\n")
-        tag.insert_after("\n")
-    lines = (" ".join(line.split()) for line in soup.get_text().splitlines())
-    yield _document(source, "\n".join(line for line in lines if line), title)
+    yield _document(source, text, title)
 
 
 def _html_text(file: Path, encoding: str) -> str:

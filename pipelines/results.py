@@ -39,6 +39,8 @@ def provenance(encoder: Encoder) -> dict[str, Any]:
 def _without_key(words: Sequence[str]) -> list[str]:
     """A command line without the server's key, since results are shown to others."""
     name = "--qdrant-api-key"
+    # Names of files may hold bytes that are no text, and results are JSON.
+    words = [word.encode(errors="backslashreplace").decode() for word in words]
     hidden = [f"{name}=..." if word.startswith(f"{name}=") else word for word in words]
     return ["..." if i and hidden[i - 1] == name else word for i, word in enumerate(hidden)]
 

@@ -115,7 +115,7 @@ def _print_hit(rank: int, hit: Hit) -> None:
     show.out.print(
         f"[bold]{rank}.[/] [cyan]{hit.score:.3f}[/] [bold]{show.escape(_shown_place(hit))}[/]", soft_wrap=True
     )
-    passage = textwrap.shorten(hit.text, 400, placeholder=" ...")
+    passage = textwrap.shorten(show.clean(hit.text), 400, placeholder=" ...")
     width = min(96, show.out.width - 4)
     show.out.print(textwrap.indent(textwrap.fill(passage, width), "   "), markup=False)
 

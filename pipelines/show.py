@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import (
     BarColumn,
     Progress,
@@ -28,13 +28,23 @@ from rich.text import Text
 
 from rag_embfilter.errors import EmbFilterError
 
-__all__ = ["err", "escape", "guarded", "listed", "out", "progress_bar", "set_up_logging", "table"]
+__all__ = ["clean", "err", "escape", "guarded", "listed", "out", "progress_bar", "set_up_logging", "table"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(width=None if sys.stdout.isatty() else 120, highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
+
+
+def clean(text: str) -> str:
+    """Text from outside without control characters, which could drive a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+def escape(text: str) -> str:
+    """Text from outside as it may stand in markup."""
+    return escape_markup(clean(text))
 
 
 def set_up_logging() -> None:

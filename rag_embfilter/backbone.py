@@ -6,9 +6,11 @@ import hashlib
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -37,9 +39,10 @@ PACKAGED = {
 KNOWN_FAMILIES = frozenset(
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 gpt_neox phi phi3 smollm3 olmo2".split()
 )
-IDENTITY_FILES = ("*.safetensors", "*.bin", "config.json", "tokenizer*", "vocab*", "merges.txt")
+IDENTITY_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt", "*.jinja")
 # Backbones in memory; a second encoder of the same one shares it.
 _LOADED: WeakValueDictionary[tuple[Any, ...], Backbone] = WeakValueDictionary()
+CHECKSUM = "model.sha256"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,6 +85,12 @@ class Backbone:
     def hidden_size(self) -> int:
         """Width of a raw embedding."""
         return int(self.unembedding.shape[1])
+
+    @cached_property
+    def tokens_without_row(self) -> tuple[str, ...]:
+        """Tokens that the tokenizer knows and the model does not (Gemma 3 has one), as written in a text."""
+        rows = len(self.unembedding)
+        return tuple(token for token, i in self.tokenizer.get_vocab().items() if i >= rows)
 
     @property
     def device(self) -> torch.device:
@@ -243,18 +252,21 @@ def _locate(name: str) -> tuple[str, str | None]:
 
 def _folder_sha256(folder: Path) -> str:
     """Digest over a model folder's weights, configuration and tokenizer (names and contents)."""
-    files = sorted({file for pattern in IDENTITY_FILES for file in folder.glob(pattern)})
+    files = sorted({file for pattern in IDENTITY_FILES for file in folder.rglob(pattern)})
     if not (folder / "config.json").is_file():
         raise BackboneError(f"backbone folder {str(folder)!r} has no config.json; is it a model folder?")
-    lines = [f"{file.name} {file_sha256(file)}\n" for file in files]
+    lines = [f"{file.relative_to(folder).as_posix()} {file_sha256(file)}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _converted(gguf: Path) -> Path:
     """Folder with a GGUF's dequantised weights and rebuilt tokenizer, made once per content."""
     folder = cache_folder("backbones") / file_sha256(gguf)
-    if (folder / "config.json").is_file():
-        return folder
+    if folder.is_dir():
+        if _intact(folder):
+            return folder
+        logger.warning("the converted copy in %s is damaged; making it again", folder)
+        shutil.rmtree(folder)
     with gguf.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise BackboneError(f"backbone {str(gguf)!r} is not a GGUF file (it does not start with 'GGUF').")
@@ -274,7 +286,16 @@ def _converted(gguf: Path) -> Path:
             config.pop("quantization_config", None)  # the saved weights are plain float32
             (temporary / "config.json").write_text(json.dumps(config, indent=2, default=str))
             tokenizer.save_pretrained(temporary)
+            (temporary / CHECKSUM).write_text(file_sha256(temporary / "model.safetensors"))
     return folder
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a converted copy's weights are what was written."""
+    try:
+        return (folder / CHECKSUM).read_text() == file_sha256(folder / "model.safetensors")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _load(source: str, name: str, revision: str | None) -> tuple[PreTrainedModel, Any]:
@@ -302,6 +323,11 @@ def _first_line(error: Exception) -> str:
 
 def _parts(causal_lm: PreTrainedModel, name: str) -> tuple[Any, Tensor]:
     """The base model and the unembedding `[vocab_size, hidden_size]`, stored dtype, on the CPU."""
+    if getattr(causal_lm.config, "quantization_config", None):
+        raise BackboneError(
+            f"backbone {name!r} is quantised; a change of dtype would corrupt its weights without a word. "
+            "Use the unquantised model, or a .gguf file, which is dequantised."
+        )
     base = causal_lm.base_model
     head = causal_lm.get_output_embeddings()
     weight = getattr(head, "weight", None)

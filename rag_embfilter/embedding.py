@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,10 +13,14 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.storage.kvstore.types import BaseKVStore
 
 from rag_embfilter.encoder import Encoder
-from rag_embfilter.errors import FingerprintMismatch
+from rag_embfilter.errors import ConfigError, FingerprintMismatch
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter, Role
 from rag_embfilter.fingerprint import Fingerprint
 
+_SHAPING = frozenset(
+    "model_name revision filter_type filter_ratio band_start seed filter_file query_mean template "
+    "query_template pooling max_length fingerprint".split()
+)
 _role: ContextVar[Role] = ContextVar("role", default="document")
 
 
@@ -85,6 +89,7 @@ class EmbFilterEmbedding(BaseEmbedding):
         default=None, exclude=True, description="A LlamaIndex key-value store for embeddings."
     )
 
+    _ready: bool = PrivateAttr(default=False)
     _encoder: Encoder = PrivateAttr()
     _filter: EmbFilter = PrivateAttr()
 
@@ -111,9 +116,28 @@ class EmbFilterEmbedding(BaseEmbedding):
                 "Restore them, or leave `fingerprint` out to accept the change."
             )
         self.fingerprint = digest
-        if isinstance(self.embeddings_cache, BaseKVStore):
-            key = f"{digest}-{self._filter.query_digest}"  # the fingerprint is the documents' side
-            self.embeddings_cache = _RoleCache.around(self.embeddings_cache, key)
+        self._ready = True
+        self.embeddings_cache = self.embeddings_cache
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings that shape vectors are fixed once the filter is made; a cache is wrapped."""
+        if name in _SHAPING and (self.__pydantic_private__ or {}).get("_ready"):
+            raise ConfigError(
+                f"{name} shapes the vectors and cannot be changed; make another {self.class_name()}."
+            )
+        if name == "embeddings_cache" and isinstance(value, BaseKVStore):
+            key = f"{self.fingerprint}-{self._filter.query_digest}"  # the fingerprint is the documents' side
+            value = _RoleCache.around(value, key)
+        super().__setattr__(name, value)
+
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> EmbFilterEmbedding:
+        """A copy that shares the model in memory; with `update`, an embedder made anew."""
+        if not update:
+            return super().model_copy()
+        settings = {**self.__dict__, "fingerprint": None, **update}
+        return type(self)(**settings)
 
     def _make_filter(self) -> EmbFilter:
         if self.filter_file is None:

@@ -88,7 +88,7 @@ class Encoder:
         padding_side: str = "right",
     ) -> None:
         self.template = resolve_template(template, query_template, pooling)
-        self._named = (template if isinstance(template, str) else template.document, query_template)
+        self._named = (template, query_template) if isinstance(template, str) else _wording(template)
         for label, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
@@ -208,7 +208,8 @@ class Encoder:
         if isinstance(texts, str | bytes):
             raise ConfigError(f"texts is one {type(texts).__name__}, expected a list of texts: [text].")
         texts = list(texts)
-        problems = {i: why for i, text in enumerate(texts) if (why := fault(text))}
+        unknown = self.backbone.tokens_without_row
+        problems = {i: why for i, text in enumerate(texts) if (why := fault(text, unknown))}
         good = [i for i in range(len(texts)) if i not in problems]
         pooled = np.zeros((len(texts), self.hidden_size), dtype=np.float32)
         done = EncodeStats()
@@ -254,6 +255,11 @@ class Encoder:
         return poolings.last_token(hidden, mask)
 
 
+def _wording(template: Template) -> tuple[str, str | None]:
+    """A template's two format strings; None for queries that are worded like documents."""
+    return template.document, None if template.query == template.document else template.query
+
+
 def _restore(
     backbone: Backbone,
     template: Template,
@@ -269,14 +275,16 @@ def _restore(
 def _checked(pooled: FloatArray, good: list[int], problems: dict[int, str], normalize: bool) -> FloatArray:
     """The rows at `good` checked for NaN, Inf and zero; raises with all problems, old and new."""
     try:
-        unit = unit_rows(pooled[good])
+        unit = unit_rows(pooled if len(good) == len(pooled) else pooled[good])
     except EncodingError as error:
         assert error.embeddings is not None
         unit = error.embeddings
         problems |= {good[i]: why for i, why in error.problems.items()}
-    if normalize:
+    if normalize and len(good) == len(pooled):
+        pooled = unit
+    elif normalize:
         pooled[good] = unit
-    pooled[sorted(problems)] = 0.0
     if problems:
+        pooled[sorted(problems)] = 0.0
         raise EncodingError(dict(sorted(problems.items())), pooled)
     return pooled

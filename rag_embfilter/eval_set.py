@@ -16,6 +16,8 @@ from rag_embfilter.metrics import MAX_GRADE
 from rag_embfilter.nodes import passage_text
 
 SHOWN = 5
+GRADE = re.compile("[0-9]{1,9}")
+SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of such bytes
 
 
@@ -123,8 +125,11 @@ def _records(path: Path, faults: _Faults) -> Iterator[tuple[str, dict[str, Any]]
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 faults.add("lines that are not JSON", where)
+                continue
+            if SURROGATE.search(line) and not _encodable(record):
+                faults.add("lines that are not valid Unicode", where)
                 continue
             key = record.get("_id") if isinstance(record, dict) else None
             if not isinstance(key, str | int) or isinstance(key, bool) or not str(key):
@@ -134,6 +139,15 @@ def _records(path: Path, faults: _Faults) -> Iterator[tuple[str, dict[str, Any]]
             else:
                 seen.add(str(key))
                 yield str(key), record
+
+
+def _encodable(record: object) -> bool:
+    """Whether a record's texts are whole characters, not halves of surrogate pairs."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(record: dict[str, Any], key: str, where: str, faults: _Faults) -> str:
@@ -177,7 +191,7 @@ def _qrels(
             row = line.rstrip("\n").split("\t")
             if not line.strip() or (number == 1 and row[-1].strip() == "score"):
                 continue
-            if len(row) != 3 or not row[2].strip().isdecimal() or int(row[2]) > MAX_GRADE:
+            if len(row) != 3 or not GRADE.fullmatch(row[2].strip()) or int(row[2]) > MAX_GRADE:
                 faults.add(f"judgements that are not query, passage, grade (0 to {MAX_GRADE})", where)
                 continue
             query, passage, grade = row[0], row[1], int(row[2])

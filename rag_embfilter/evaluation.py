@@ -128,7 +128,8 @@ def eval_base(eval_set: EvalSet, encoder: Encoder) -> str:
     tag = hashlib.sha256(f"{eval_set.digest} {encoder.fingerprint.digest}".encode()).hexdigest()[:6]
     backbone = encoder.backbone.name.rstrip("/").rsplit("/", 1)[-1]
     words = (eval_set.name, backbone, str(encoder.settings["template"]))
-    return "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words) + f"-{tag}"
+    short = (re.sub(r"[^\w.]+", "_", word).encode()[:40].decode(errors="ignore") for word in words)
+    return "-".join(short) + f"-{tag}"
 
 
 def _documents(eval_set: EvalSet) -> list[Document]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -23,20 +24,31 @@ def cache_folder(name: str) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, remembered by its path, size and modification time."""
+    """SHA-256 of a file's bytes, remembered by its path, size, times and inode."""
     stat = path.stat()
-    key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
-    memo = cache_folder("digests") / hashlib.sha256(key.encode()).hexdigest()
-    if memo.is_file() and len(known := memo.read_text()) == 64:
-        return known
+    # The change time and inode tell of a file replaced by one of the same size and modification time.
+    key = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\0{stat.st_ino}"
+    name = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+    with suppress(OSError):
+        known = (cache_folder("digests") / name).read_bytes()
+        if re.fullmatch(rb"[0-9a-f]{64}", known):
+            return known.decode()
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    write_text(memo, digest)
+    with suppress(OSError):  # a cache that cannot be written costs time, nothing else
+        write_text(cache_folder("digests") / name, digest)
     return digest
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step: readers see the old one or the new one, never a part."""
+    """Write a file in one step: readers see the old one or the new one, never a part.
+
+    A link is followed, and what is no regular file (a pipe, a device) is written to as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}-")
     temporary = Path(name)
@@ -70,6 +82,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:40]}-"))
     try:
         yield temporary
+        temporary.chmod(0o755)
         if not folder.exists():
             try:
                 temporary.rename(folder)

@@ -25,6 +25,7 @@ __all__ = ["FILTER_TYPES", "EmbFilter", "Role", "unit_rows"]
 
 FloatArray = NDArray[np.float32]
 Role = Literal["document", "query"]
+ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +246,22 @@ class EmbFilter:
 
         arrays = {"matrix": self.matrix, "document_mean": self.document_mean, "query_mean": self.query_mean}
         kept = {key: np.ascontiguousarray(array) for key, array in arrays.items() if array is not None}
-        metadata = {"embfilter": json.dumps({"parts": self.parts, "digest": self.fingerprint.digest})}
+        made = {"parts": self.parts, "digest": self.fingerprint.digest, "content": self._content()}
+        metadata = {"embfilter": json.dumps(made)}
         write_bytes(Path(path), save(kept, metadata))
+
+    def _content(self) -> str:
+        return array_digest(self.matrix, self.document_mean, self.query_mean)
+
+    def _require_sane(self) -> None:
+        """Raise `ValueError` unless the arrays are finite float32 of sizes that fit together."""
+        arrays = [a for a in (self.matrix, self.document_mean, self.query_mean) if a is not None]
+        if self.matrix.ndim != 2 or 0 in self.matrix.shape or self.filter_type not in RECIPES:
+            raise ValueError(f"a matrix of shape {self.matrix.shape} for type {self.filter_type!r}")
+        for array in arrays:
+            fits = array.shape[-1] == self.hidden_size and array.dtype == np.float32
+            if not fits or not np.isfinite(array).all():
+                raise ValueError(f"an array of {array.dtype} {array.shape}, or one that is not finite")
 
     @classmethod
     def load(cls, path: str | Path) -> EmbFilter:
@@ -258,9 +273,8 @@ class EmbFilter:
                 made = json.loads((stream.metadata() or {})["embfilter"])
                 arrays = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
             loaded = cls(parts=made["parts"], **arrays)
-            intact = loaded.fingerprint.digest == made.get("digest")
-            fit = loaded.parts.get("fit")
-            intact = intact and fit in (None, array_digest(loaded.matrix, loaded.document_mean))
+            intact = (loaded.fingerprint.digest, loaded._content()) == (made["digest"], made["content"])
+            loaded._require_sane()
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{str(path)!r} is not a filter file that EmbFilter.save wrote ({error}); "
@@ -277,13 +291,18 @@ def unit_rows(vectors: FloatArray, scale: NDArray[np.floating] | None = None) ->
     A row counts as zero when its norm is below a millionth of its entry in `scale` (`[n]`, default 1).
     Raises `EncodingError` naming the rows that are not finite or are zero.
     """
-    norms = np.linalg.norm(vectors.astype(np.float64), axis=1)
+    norms = np.empty(len(vectors))
+    for start in range(0, len(vectors), ROWS_AT_ONCE):  # in float64, but never a whole copy in it
+        norms[start : start + ROWS_AT_ONCE] = np.linalg.norm(
+            vectors[start : start + ROWS_AT_ONCE].astype(np.float64), axis=1
+        )
     floor = 1e-6 * (np.ones(len(norms)) if scale is None else scale)
     good = np.isfinite(norms) & (norms > floor)
-    unit = np.zeros(vectors.shape, dtype=np.float32)
-    unit[good] = vectors[good] / norms[good, None]
+    divisors = np.where(good, norms, np.inf).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # Inf over Inf, in rows that are reported below
+        unit = np.divide(vectors, divisors[:, None], dtype=np.float32)
     if good.all():
         return unit
+    unit[~good] = 0.0
     reasons = np.where(np.isfinite(norms), "nothing is left of its vector", "its vector holds NaN or Inf")
-    problems = {int(row): str(reasons[row]) for row in np.flatnonzero(~good)}
-    raise EncodingError(problems, unit)
+    raise EncodingError({int(row): str(reasons[row]) for row in np.flatnonzero(~good)}, unit)

@@ -94,8 +94,8 @@ class RowBuilder:
         return Row(ids + words[-1] + self.end, start, len(text) - len(kept))
 
 
-def fault(text: object) -> str | None:
-    """Why a text cannot be embedded, or None."""
+def fault(text: object, unknown: Sequence[str] = ()) -> str | None:
+    """Why a text cannot be embedded, or None. `unknown`: tokens the model has no row for."""
     if not isinstance(text, str):
         return f"expected a text, got {type(text).__name__}"
     if not text.strip():
@@ -104,6 +104,8 @@ def fault(text: object) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         return f"the text is not valid Unicode ({error.reason} at {error.start})"
+    if found := next((token for token in unknown if token in text), None):
+        return f"the text holds {found!r}, a token that the model has no weights for"
     return None
 
 

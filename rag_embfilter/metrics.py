@@ -56,9 +56,9 @@ def rank_metrics(qrels: Qrels, run: Run) -> RankMetrics:
     import ir_measures
     from ir_measures import AP, RR, R, nDCG
 
-    judged = {str(q): {str(p): int(g) for p, g in grades.items()} for q, grades in qrels.items()}
+    judged = {_id(q): {_id(p): int(g) for p, g in grades.items()} for q, grades in qrels.items()}
     relevant = {q: grades for q, grades in judged.items() if any(g > 0 for g in grades.values())}
-    ranked = {str(q): _as_scores(passages) for q, passages in run.items()}
+    ranked = {_id(q): _as_scores(passages) for q, passages in run.items()}
     top = max((g for grades in relevant.values() for g in grades.values()), default=1)
     if top > MAX_GRADE:
         raise ConfigError(f"grade {top}: expected {MAX_GRADE} or less, as its gain is 2^grade - 1.")
@@ -78,9 +78,19 @@ def rank_metrics(qrels: Qrels, run: Run) -> RankMetrics:
     return RankMetrics(per_query, excluded)
 
 
+def _id(value: object) -> str:
+    """An id as text; one that is not valid Unicode would crash the evaluator."""
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"id {text!r} is not valid Unicode.") from error
+    return text
+
+
 def _as_scores(passages: Sequence[str]) -> dict[str, float]:
     """Descending scores for a ranking, so that the evaluator keeps its order, ties included."""
-    unique = list(dict.fromkeys(str(passage) for passage in passages))
+    unique = list(dict.fromkeys(_id(passage) for passage in passages))
     return {passage: float(len(unique) - place) for place, passage in enumerate(unique)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rag_embfilter.errors import ConfigError
-from rag_embfilter.files import cache_folder
+from rag_embfilter.files import cache_folder, write_bytes
+from rag_embfilter.fingerprint import array_digest
 
 ROWS_AT_ONCE = 4096
 
@@ -53,29 +55,34 @@ class Spectrum:
     @classmethod
     def cached(cls, unembedding: Tensor, used_rows: Tensor | None, digest: str) -> Spectrum:
         """As `of`, read from the cache when an unembedding of this digest was decomposed before."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError, safe_open
 
-        path = cache_folder("spectra") / f"{digest}.safetensors"
-        if path.is_file():
-            try:
-                return cls(**load_file(path))
-            except (SafetensorError, TypeError):
-                path.unlink(missing_ok=True)  # a damaged cache entry is made again
+        path: Path | None = None
+        try:
+            path = cache_folder("spectra") / f"{digest}.safetensors"
+            with safe_open(str(path), framework="numpy") as stream:
+                found = cls(stream.get_tensor("directions"), stream.get_tensor("singular_values"))
+                if (stream.metadata() or {}).get("content") == found._content():
+                    return found
+        except (OSError, SafetensorError):
+            pass  # absent or damaged: it is made again
         spectrum = cls.of(unembedding, used_rows)
-        spectrum._save(path)
+        if path is not None:
+            spectrum._save(path)
         return spectrum
+
+    def _content(self) -> str:
+        return array_digest(self.directions, self.singular_values)
 
     def _save(self, path: Path) -> None:
         from safetensors.numpy import save
-
-        from rag_embfilter.files import write_bytes
 
         arrays = {
             "directions": np.ascontiguousarray(self.directions),
             "singular_values": self.singular_values,
         }
-        write_bytes(path, save(arrays))
+        with suppress(OSError):  # a cache that cannot be written costs time, nothing else
+            write_bytes(path, save(arrays, {"content": self._content()}))
 
 
 def unembedding_digest(unembedding: Tensor, used_rows: Tensor | None = None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from llama_index.core.schema import TextNode
+from portalocker import Lock
 from qdrant_client import QdrantClient, models
 from qdrant_client.local.qdrant_local import QdrantLocal
 
@@ -69,10 +70,11 @@ class Store:
         self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
         self._lock = threading.RLock()
         self._owned = client is None
+        self._folder_lock: Lock | None = None
         if client is not None:
             self.client = client
         elif path is not None:
-            self.client = open_embedded(Path(path))
+            self.client, self._folder_lock = open_embedded(Path(path))
         else:
             self.client = open_server(str(url), api_key, timeout)
         self.embedded = isinstance(self.client._client, QdrantLocal)
@@ -87,6 +89,8 @@ class Store:
         """Release the folder or the connection, unless the client was given."""
         if self._owned:
             self.client.close()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     @contextmanager
     def _calling(self) -> Iterator[QdrantClient]:
@@ -116,6 +120,7 @@ class Store:
             raise StoreError(f"collection {name!r} is not in {self.where}. Collections there: {listed}.")
         with self._calling() as client:
             found = client.get_collection(name)
+            points = client.count(name, exact=True).count
         vectors = found.config.params.vectors
         params = vectors.get(VECTOR) if isinstance(vectors, dict) else None
         if params is None:
@@ -127,7 +132,7 @@ class Store:
         parts = made.get("parts")
         return CollectionInfo(
             name=name,
-            points=found.points_count or 0,
+            points=points,
             dim=params.size,
             fingerprint=Fingerprint(parts) if parts else None,
             settings=self._settings(made),
@@ -220,6 +225,7 @@ class Store:
         check_name(name)
         if self.exists(name):
             self.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
+            self._index_payload(name)
             return
         if "fit" in embfilter.parts:
             embfilter.save(self.filter_dir / filter_file(embfilter))
@@ -227,15 +233,20 @@ class Store:
         vectors = models.VectorParams(size=embfilter.dim, distance=models.Distance.COSINE)
         with self._calling() as client:
             client.create_collection(name, vectors_config={VECTOR: vectors}, metadata=metadata)
-            if not self.embedded:
-                for key in ("source", "doc_id"):
-                    client.create_payload_index(name, key, models.PayloadSchemaType.KEYWORD)
+        self._index_payload(name)
         if self.info(name).fingerprint is None:
             self.delete(name)
             raise StoreError(
                 f"the server at {self.where} does not keep collection metadata, where fingerprints live. "
                 "Use Qdrant 1.16 or later."
             )
+
+    def _index_payload(self, name: str) -> None:
+        """Indexes that syncing asks by, on a server; one that is there already is left as it is."""
+        if not self.embedded:
+            with self._calling() as client:
+                for key in ("source", "doc_id"):
+                    client.create_payload_index(name, key, models.PayloadSchemaType.KEYWORD)
 
     def adopt(self, name: str, encoder: Encoder, embfilter: EmbFilter, override: bool = False) -> None:
         """Give a collection the fingerprint of this encoder and filter, on the caller's word that its

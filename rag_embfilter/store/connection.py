@@ -2,47 +2,80 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import portalocker
+from grpc import RpcError
 from qdrant_client import QdrantClient
+from qdrant_client.common.client_exceptions import QdrantException
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from rag_embfilter.errors import StoreError
 
 OLDEST_SERVER = (1, 16)
+LOCKED = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
 
 
-def open_embedded(path: Path) -> QdrantClient:
-    """Open the embedded engine on a folder. Raises `StoreError` when it is in use or unreadable."""
+def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
+    """Open the embedded engine on a folder, and the lock to release after it is closed.
+
+    Raises `StoreError` when it is in use or unreadable.
+    """
     if path.exists() and not path.is_dir():
         raise StoreError(f"{str(path)!r} is a file; the embedded store needs a folder.")
+    busy = StoreError(
+        f"the embedded store {str(path)!r} is in use by another process, and it takes one at a time. "
+        "Wait for that one, choose another --qdrant-path, or use a Qdrant server (--qdrant-url)."
+    )
+    lock = None
     try:
+        path.mkdir(parents=True, exist_ok=True)
+        # Qdrant reads the store before it locks it; a write of another process in between would be lost.
+        lock = portalocker.Lock(path / ".embfilter.lock", "a", flags=LOCKED, fail_when_locked=True)
+        lock.acquire()
         # Our own lock lets one thread in at a time, so SQLite's check would only get in the way.
-        return QdrantClient(path=str(path), force_disable_check_same_thread=True)
-    except RuntimeError as error:
-        if "already accessed" not in str(error):
-            raise
+        return QdrantClient(path=str(path), force_disable_check_same_thread=True), lock
+    except portalocker.exceptions.LockException as error:
+        raise busy from error
+    except Exception as error:  # whatever damaged files lead to
+        if lock is not None:
+            lock.release()
+        if "already accessed" in str(error):
+            raise busy from error
         raise StoreError(
-            f"the embedded store {str(path)!r} is in use by another process, and it takes one at a time. "
-            "Wait for that one, choose another --qdrant-path, or use a Qdrant server (--qdrant-url)."
+            f"the embedded store {str(path)!r} cannot be opened ({type(error).__name__}: {error}). Restore "
+            "its folder, or delete it and ingest again."
         ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise StoreError(f"the embedded store {str(path)!r} cannot be opened: {error}") from error
 
 
 def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
     """Connect to a server and check that it is one we can use. Raises `StoreError`."""
-    with readable(url):
+    with readable(url), _well_formed(url):
         client = QdrantClient(url=url, api_key=api_key, timeout=timeout, check_compatibility=False)
         version = client.info().version
-    if tuple(int(part) for part in version.split("-")[0].split(".")[:2]) < OLDEST_SERVER:
+    numbers = re.match(r"v?(\d+)\.(\d+)", str(version))
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_SERVER:
         raise StoreError(
             f"the server at {url} is Qdrant {version}; collection metadata, where fingerprints live, "
             f"needs {'.'.join(map(str, OLDEST_SERVER))} or later. Upgrade the server."
         )
     return client
+
+
+@contextmanager
+def _well_formed(url: str) -> Iterator[None]:
+    """Turns what an odd address or answer leads to into a `StoreError`."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(
+            f"{url!r} is not the address of a Qdrant server ({str(error).splitlines()[0]}); expected one "
+            "such as http://localhost:6333."
+        ) from error
 
 
 @contextmanager
@@ -58,3 +91,9 @@ def readable(where: str) -> Iterator[None]:
     except UnexpectedResponse as error:
         said = error.content.decode(errors="replace")[:300] if error.content else error.reason_phrase
         raise StoreError(f"Qdrant at {where} answered {error.status_code}: {said}") from error
+    except (QdrantException, RpcError) as error:
+        raise StoreError(f"Qdrant at {where}: {error or type(error).__name__}. Try again later.") from error
+    except sqlite3.Error as error:
+        raise StoreError(
+            f"the embedded store {where!r} failed ({error}). Is its disk full or damaged?"
+        ) from error

@@ -34,8 +34,8 @@ class CollectionInfo:
 
 def check_name(name: str) -> None:
     """Raise `ConfigError` for a collection name that Qdrant or a file system would refuse."""
-    bad = sorted({c for c in name if c in INVALID_NAME_CHARS or ord(c) < 32})
-    if not name.strip() or name in (".", "..") or len(name.encode()) > 200 or bad:
+    bad = [c for c in name if c in INVALID_NAME_CHARS or ord(c) < 32 or "\ud800" <= c <= "\udfff"]
+    if not name.strip() or name in (".", "..") or bad or len(name.encode()) > 200:
         raise ConfigError(
             f"collection name {name!r}: expected 1 to 200 bytes without "
             '< > : " / \\ | ? * and control characters.'

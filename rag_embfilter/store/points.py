@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,22 +66,26 @@ def conditions(where: Mapping[str, str] | None) -> models.Filter | None:
     return models.Filter(
         must=[
             models.Filter(
-                should=[
-                    models.FieldCondition(key=key, match=models.MatchValue(value=reading))
-                    for reading in _readings(value)
-                ]
+                should=list(_readings(key, value)),
             )
             for key, value in where.items()
         ]
     )
 
 
-def _readings(value: str) -> Iterable[str | int | bool]:
-    yield value
+def _readings(key: str, value: str) -> Iterator[models.FieldCondition]:
+    """A field's condition for each way to read a value: text, truth value, number."""
+    # A name that is not a plain word would be read as a path into nested fields.
+    name = key if re.fullmatch(r"[A-Za-z_][\w-]*", key, re.ASCII) else f'"{key}"'
+    yield models.FieldCondition(key=name, match=models.MatchValue(value=value))
     if value.lower() in ("true", "false"):
-        yield value.lower() == "true"
-    if value.lstrip("-").isdecimal():
-        yield int(value)
+        yield models.FieldCondition(key=name, match=models.MatchValue(value=value.lower() == "true"))
+    if re.fullmatch(r"-?[0-9]{1,18}", value):
+        yield models.FieldCondition(key=name, match=models.MatchValue(value=int(value)))
+    with suppress(ValueError):
+        number = float(value)
+        if math.isfinite(number):
+            yield models.FieldCondition(key=name, range=models.Range(gte=number, lte=number))
 
 
 def node_of(point: models.Record | models.ScoredPoint) -> TextNode:

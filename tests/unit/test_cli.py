@@ -405,7 +405,7 @@ def test_evaluate_gives_the_figures_worked_out_by_hand(run, eval_set, encoder, t
 
     with tiny.ForwardCounter(encoder) as passes:
         again = run(*words)
-    assert "0 encoded, 2 unchanged" in again.out and passes.texts == 1  # one question, asked twice
+    assert "2 passages (0 encoded)" in again.out and passes.texts == 1  # one question, asked twice
 
 
 def test_a_set_with_faults_is_refused_with_all_of_them(run, eval_set):
