@@ -73,10 +73,7 @@ def show_one(
         rows += [[f"  {part}", str(value)] for part, value in info.fingerprint.parts.items()]
         rows += [[part, str(info.made.get(part))] for part in ("compute_dtype", "version", "created")]
     cells = [[show.escape(cell) for cell in row] for row in rows]
-    shown = show.table(show.escape(info.name), ["", ""], cells, left=2)
-    shown.show_header = False
-    shown.columns[1].no_wrap = False
-    show.out.print(shown)
+    show.out.print(show.table(show.escape(info.name), ["", ""], cells, left=2, header=False, wrap=True))
     if json_file is not None:
         write_json(json_file, {"name": info.name, "points": info.points, "dim": info.dim, **info.made})
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.logging import RichHandler
 from rich.markup import escape as escape_markup
 from rich.progress import (
@@ -103,22 +103,21 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
-    """A table whose first `left` columns are words and whose others are figures."""
-    shown = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    header: bool = True,
+    wrap: bool = False,
+) -> Group:
+    """A title over a table whose first `left` columns are words and whose others are figures."""
+    shown = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=header)
     for i, column in enumerate(columns):
-        shown.add_column(column, justify="left" if i < left else "right", no_wrap=i < left)
+        shown.add_column(column, justify="left" if i < left else "right", no_wrap=i < left and not wrap)
     for row in rows:
         shown.add_row(*row)
-    return shown
+    return Group(f"[bold]{title}[/]", shown)
 
 
 def listed(heading: str, cases: Sequence[tuple[str, str]], limit: int = 20) -> None:

@@ -1,0 +1,123 @@
+"""The lens and the penalty, against the model's own head and by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from pipelines.app import main
+from rag_embfilter import EmbFilter, Encoder
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.lens import Reading, frequent_share, read
+from rag_embfilter.penalty import frequency_penalty
+from rag_embfilter.spectrum import Spectrum
+from tests import tiny
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_a_filter_it_reads_what_the_models_head_says(tmp_path, tied):
+    folder = tiny.save_model(tmp_path / "m", tied=tied)
+    encoder = Encoder(str(folder), template="{text}!", device="cpu")
+    (reading,) = read(encoder, encoder.encode_documents(["Paris"], normalize=False), top=5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = encoder.backbone.tokenizer("Paris!", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits[0, -1].clone()
+    logits[~encoder.backbone.used_rows] = -torch.inf
+    values, tokens = logits.topk(5)
+    assert reading.ids == tuple(tokens.tolist())
+    np.testing.assert_allclose(reading.logits, values.numpy(), atol=1e-3)
+
+
+def test_with_a_filter_it_reads_the_projected_embedding(encoder):
+    embfilter = EmbFilter.from_encoder(encoder, "edge", 4)
+    raw = encoder.encode_documents(["Paris", "Rome"])
+    used = encoder.backbone.used_rows.numpy()
+    expected = raw @ embfilter.projector() @ encoder.backbone.unembedding.numpy().T
+    expected[:, ~used] = -np.inf
+    for reading, logits in zip(read(encoder, raw, embfilter, 3), expected, strict=True):
+        assert reading.ids == tuple(np.argsort(-logits)[:3])
+
+
+def test_tokens_are_shown_as_text_and_half_characters_as_the_vocabulary_writes_them(encoder):
+    from rag_embfilter.lens import shown
+
+    (letter,) = encoder.backbone.tokenizer("P", add_special_tokens=False)["input_ids"]
+    first, *_ = encoder.backbone.tokenizer("한", add_special_tokens=False)["input_ids"]
+    assert shown(encoder, letter) == "P"
+    assert shown(encoder, first) == "í"
+
+
+def test_the_share_of_frequent_tokens_by_hand():
+    readings = [Reading(("a", "b"), (1, 2), (0.0, 0.0)), Reading(("c", "d"), (3, 1), (0.0, 0.0))]
+    assert frequent_share(readings, np.array([1, 9])) == 0.5
+    with pytest.raises(ConfigError, match="no reading"):
+        frequent_share([], np.array([1]))
+
+
+def test_top_out_of_range(encoder):
+    with pytest.raises(ConfigError, match="top 0: expected 1 to"):
+        read(encoder, encoder.encode_documents(["a"]), top=0)
+
+
+def test_the_penalty_is_the_share_of_energy_by_hand():
+    edge = torch.tensor([[1.0, 0.0, 0.0]])
+    states = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 2.0]])
+    assert frequency_penalty(states, edge).item() == pytest.approx((9 / 25 + 0) / 2)
+    assert frequency_penalty(torch.zeros(1, 3), edge).item() == 0
+    with pytest.raises(ConfigError, match="expected .* and"):
+        frequency_penalty(states, edge[:, :2])
+
+
+def test_a_gradient_step_lowers_the_penalty(encoder):
+    directions = torch.from_numpy(Spectrum.of(encoder.backbone.unembedding).directions)
+    edge = torch.cat([directions[:8], directions[-8:]])
+    states = torch.nn.Parameter(torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(0)))
+    before = frequency_penalty(states, edge)
+    before.backward()
+    with torch.no_grad():
+        states -= 0.5 * states.grad
+    assert frequency_penalty(states, edge) < before - 1e-4
+
+
+def test_the_lens_command(llama, tmp_path, capsys):
+    arguments = ["lens", "Paris", "로마", "--backbone", str(llama), "--filter-ratios", "2", "4", "--top", "3"]
+    assert main([*arguments, "--json", str(tmp_path / "l.json")]) == 0
+    out = capsys.readouterr().out
+    assert "raw" in out and "edge-r4" in out and "100 most frequent tokens (vocabulary order)" in out
+    result = json.loads((tmp_path / "l.json").read_text())
+    assert [len(reading["tokens"]) for reading in result["readings"]["edge-r2"]] == [3, 3]
+
+
+def test_the_spectrum_command(llama, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the cat and the hat\n" * 50)
+    arguments = ["spectrum", "--backbone", str(llama), "--corpus", str(tmp_path / "text.txt")]
+    files = ["--plot", str(tmp_path / "s.png"), "--json", str(tmp_path / "s.json")]
+    assert main([*arguments, *files]) == 0
+    assert "frequent" in capsys.readouterr().out
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert len(result["response"]["rare"]) == 32 and result["frequencies"] == "text.txt"
+
+
+def test_refit_queries_from_the_command_line(llama, tmp_path, capsys):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for i in range(40):
+        (docs / f"{i}.txt").write_text(f"text number {i}")
+    (tmp_path / "few.txt").write_text("\n".join(f"what is {i}?" for i in range(4)))
+    (tmp_path / "questions.txt").write_text("\n".join(f"what is {i}?" for i in range(9)))
+    store = ["--qdrant-path", str(tmp_path / "q")]
+    ingest = ["ingest", str(docs), "--collection", "c", "--backbone", str(llama), *store]
+    assert main([*ingest, "--filter-types", "calibrated"]) == 0
+    assert "stand in" in capsys.readouterr().err
+    assert main(["refit-queries", "c-calibrated-r2", str(tmp_path / "questions.txt"), *store]) == 0
+    assert "centred on 9 questions" in capsys.readouterr().out
+    assert main(["refit-queries", "c-calibrated-r2", str(tmp_path / "few.txt"), *store]) == 1
+    assert "4 example questions: 5 is the least" in capsys.readouterr().err
+    assert main(["refit-queries", "c-raw", str(tmp_path / "questions.txt"), *store]) == 1
+    assert "not calibrated" in capsys.readouterr().err
