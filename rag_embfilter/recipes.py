@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 DoubleArray = NDArray[np.float64]
 MIN_CORPUS = 30  # passages; fewer say nothing about a corpus
 NEVER = float("inf")
-DEFAULT_KEEP = 0.75
-DEFAULT_SHRINKAGE = 1.0
+DEFAULT_KEEP = 0.8
+DEFAULT_SHRINKAGE = 4.0
 
 
 @dataclass(frozen=True)
