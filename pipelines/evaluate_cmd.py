@@ -32,7 +32,7 @@ def evaluate(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
-    template: options.Template = "prompteol",
+    template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
     max_length: options.MaxLength = 512,

@@ -30,7 +30,7 @@ def lens(
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Texts to look at.")],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
-    template: options.Template = "prompteol",
+    template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     pooling: options.Pooling = None,
     max_length: options.MaxLength = 512,
     device: options.Device = None,

@@ -31,10 +31,13 @@ Backbone = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MODEL)
 ]
-Template = Annotated[
-    str,
+Templates = Annotated[
+    list[str],
     typer.Option(
-        help=f"{', '.join(TEMPLATES)}, or a format string with {{text}} in it.", rich_help_panel=MODEL
+        "--template",
+        help=f"{', '.join(TEMPLATES)}, or a format string with {{text}} in it; several cost a pass each and "
+        "are joined.",
+        rich_help_panel=MODEL,
     ),
 ]
 QueryTemplate = Annotated[
@@ -104,7 +107,11 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")
 ]
 
-LISTS = {"--filter-types": lambda word: word in FILTER_TYPES, "--filter-ratios": str.isdecimal}
+LISTS = {
+    "--filter-types": lambda word: word in FILTER_TYPES,
+    "--filter-ratios": str.isdecimal,
+    "--template": lambda word: word in TEMPLATES,
+}
 
 
 def expand_lists(argv: Sequence[str]) -> list[str]:
@@ -129,7 +136,9 @@ def expand_lists(argv: Sequence[str]) -> list[str]:
         if not values:
             expanded.append(option)
             continue
-        for given in ",".join(values).split(","):
+        if option != "--template":  # in which a comma is a comma
+            values = ",".join(values).split(",")
+        for given in values:
             expanded += [option, given]
     return expanded
 
@@ -137,7 +146,7 @@ def expand_lists(argv: Sequence[str]) -> list[str]:
 def make_encoder(
     backbone: str,
     revision: str | None,
-    template: str,
+    template: Sequence[str],
     query_template: str | None,
     pooling: str | None,
     max_length: int,
@@ -149,7 +158,7 @@ def make_encoder(
 
     return Encoder(
         backbone,
-        template,
+        template[0] if len(template) == 1 else template,
         pooling,
         max_length,
         device,

@@ -50,6 +50,10 @@ class Moments:
             raise ConfigError("there is no embedding to fit on; give at least some passages of the corpus.")
         return cls(n, mean, scatter / n)
 
+    def part(self, rows: slice) -> Moments:
+        """Moments of some of the dimensions."""
+        return Moments(self.n, self.mean[rows], self.covariance[rows, rows])
+
 
 def _chunks(embeddings: FloatArray | Iterable[FloatArray], hidden_size: int) -> Iterator[DoubleArray]:
     parts = [embeddings] if isinstance(embeddings, np.ndarray) else embeddings

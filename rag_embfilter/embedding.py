@@ -56,8 +56,9 @@ class EmbFilterEmbedding(BaseEmbedding):
         default=None,
         description="Example questions' mean, in place of the one in `filter_file` (fitted filters).",
     )
-    template: str = Field(
-        default="prompteol", description="Template name, or a format string with {text} in it."
+    template: str | list[str] = Field(
+        default="prompteol",
+        description="Template name, or a format string with {text} in it; or a list of several.",
     )
     query_template: str | None = Field(
         default=None, description="Another template's name or format string for queries."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +59,9 @@ class Encoder:
     Args:
         backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
             `Backbone` (then `revision`, `device` and `dtype` must be left out).
-        template: a name out of `TEMPLATES`, or a format string with `{text}` in it.
+        template: a name out of `TEMPLATES`, or a format string with `{text}` in it; or several of them,
+            each of which costs a pass. The raw embedding is then one unit vector per template, joined and
+            scaled by `1 / sqrt(templates)`.
         pooling: `last` or `mean`; by default what the template asks for.
         max_length: longest text in tokens, the template's own words not counted.
         device, dtype: see `load_backbone`.
@@ -76,7 +78,7 @@ class Encoder:
     def __init__(
         self,
         backbone: str | Backbone,
-        template: str | Template = "prompteol",
+        template: str | Template | Sequence[str | Template] = "prompteol",
         pooling: str | None = None,
         max_length: int = 512,
         device: str | None = None,
@@ -87,8 +89,13 @@ class Encoder:
         batch_tokens: int | None = None,
         padding_side: str = "right",
     ) -> None:
-        self.template = resolve_template(template, query_template, pooling)
-        self._named = (template, query_template) if isinstance(template, str) else _wording(template)
+        several = [template] if isinstance(template, str | Template) else list(template)
+        if not several or len(set(several)) < len(several) or (len(several) > 1 and query_template):
+            raise ConfigError(
+                f"template {several}: expected one or more, no two alike; query_template is for one alone."
+            )
+        self.templates = [resolve_template(each, query_template, pooling) for each in several]
+        self._named = _names(several, query_template)
         for label, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
@@ -104,38 +111,42 @@ class Encoder:
         self.padding_side = padding_side
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.backbone.device.type, 8192)
         self.stats = EncodeStats()
-        self._builder = RowBuilder(self.backbone, self.template, max_length)
+        self._builders = [RowBuilder(self.backbone, each, max_length) for each in self.templates]
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its settings; the backbone travels by name."""
         layout = {"batch_tokens": self.batch_tokens, "padding_side": self.padding_side}
-        return _restore, (self.backbone, self.template, self.max_length, self._named, layout)
+        return _restore, (self.backbone, self.templates, self.max_length, self._named, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self
 
     @property
     def hidden_size(self) -> int:
-        """Size of a raw embedding."""
-        return self.backbone.hidden_size
+        """Size of a raw embedding: the backbone's, times the number of templates."""
+        return self.backbone.hidden_size * len(self.templates)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Everything about the encoder that changes a vector beyond rounding."""
+
+        def each(values: Iterable[str]) -> str:
+            return " + ".join(values)
+
         return Fingerprint(
             {
                 "backbone": self.backbone.identity,
-                "template": self.template.document,
-                "query_template": self.template.query,
-                "pooling": self.template.pooling,
-                "special_tokens": f"begin {self._builder.begin} end {self._builder.end}",
-                "truncation": f"{self.template.truncation} over {self.max_length}",
+                "template": each(t.document for t in self.templates),
+                "query_template": each(t.query for t in self.templates),
+                "pooling": each(t.pooling for t in self.templates),
+                "special_tokens": each(f"begin {b.begin} end {b.end}" for b in self._builders),
+                "truncation": each(f"{t.truncation} over {self.max_length}" for t in self.templates),
             }
         )
 
     @property
-    def settings(self) -> dict[str, str | int | None]:
+    def settings(self) -> dict[str, Any]:
         """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
         name, revision = self.backbone.name, self.backbone.revision
         local = revision.startswith("sha256:")
@@ -146,7 +157,7 @@ class Encoder:
             "revision": None if local else revision,
             "template": self._named[0],
             "query_template": self._named[1],
-            "pooling": self.template.pooling,
+            "pooling": self.templates[0].pooling if len(self.templates) == 1 else None,
             "max_length": self.max_length,
         }
 
@@ -169,7 +180,7 @@ class Encoder:
 
     def count_tokens(self, text: str) -> int:
         """Number of tokens of a text alone, as `max_length` counts them."""
-        return len(self._builder.text_ids([text])[0])
+        return len(self._builders[0].text_ids([text])[0])
 
     def encode_documents(
         self,
@@ -220,6 +231,8 @@ class Encoder:
             self.stats += done
         if done.truncated:
             logger.warning("%s (limit %d tokens)", done, self.max_length)
+        if normalize and len(self.templates) > 1:
+            _unit_parts(pooled, len(self.templates))
         return _checked(pooled, good, problems, normalize)
 
     def _encode_window(
@@ -229,18 +242,22 @@ class Encoder:
         unique = list(dict.fromkeys(texts))
         place = {text: i for i, text in enumerate(unique)}
         counts = np.bincount([place[text] for text in texts], minlength=len(unique))
-        rows = self._builder.rows(unique, role)
-        lost = np.array([row.lost for row in rows])
-        done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
+        width = self.backbone.hidden_size
         pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
-        for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
-            pooled[chosen] = self._forward([rows[i] for i in chosen]).cpu().numpy()
-            if progress is not None:
-                progress(int(counts[chosen].sum()))
+        for number, builder in enumerate(self._builders):
+            rows = builder.rows(unique, role)
+            part = pooled[:, number * width : (number + 1) * width]
+            for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
+                part[chosen] = self._forward([rows[i] for i in chosen], builder.template).cpu().numpy()
+                if progress is not None and number == 0:
+                    progress(int(counts[chosen].sum()))
+            if number == 0:
+                lost = np.array([row.lost for row in rows])
+                done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
         return pooled[[place[text] for text in texts]]
 
     @torch.inference_mode()
-    def _forward(self, rows: list[Row]) -> Tensor:
+    def _forward(self, rows: list[Row], template: Template) -> Tensor:
         """One pass of the backbone: float32 `[batch, hidden]`, pooled after the final norm."""
         batch = pad(rows, self.backbone.tokenizer.pad_token_id or 0, self.padding_side)
         ids, mask, span = (part.to(self.backbone.device) for part in (batch.ids, batch.mask, batch.span))
@@ -250,24 +267,38 @@ class Encoder:
         if self.padding_side == "left":
             layout = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         hidden = self.backbone.model(input_ids=ids, use_cache=False, **layout).last_hidden_state
-        if self.template.pooling == "mean":
+        if template.pooling == "mean":
             return poolings.mean(hidden, span)
         return poolings.last_token(hidden, mask)
 
 
-def _wording(template: Template) -> tuple[str, str | None]:
-    """A template's two format strings; None for queries that are worded like documents."""
-    return template.document, None if template.query == template.document else template.query
+def _names(several: list[str | Template], query_template: str | None) -> tuple[str | list[str], str | None]:
+    """Templates as `Encoder` takes them again, ready for JSON; a single one as itself."""
+    if len(several) > 1:
+        return [each if isinstance(each, str) else each.document for each in several], None
+    (only,) = several
+    if isinstance(only, str):
+        return only, query_template
+    return only.document, None if only.query == only.document else only.query
+
+
+def _unit_parts(pooled: FloatArray, parts: int) -> None:
+    """Scale each template's part of each row to unit length, in place; a part without length stays."""
+    blocks = pooled.reshape(len(pooled), parts, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        norms = np.linalg.norm(blocks, axis=2, keepdims=True)
+        # A part that is zero or not finite makes the whole row one that is reported.
+        np.divide(blocks, np.where(norms > 0, norms, np.nan), out=blocks)
 
 
 def _restore(
     backbone: Backbone,
-    template: Template,
+    templates: list[Template],
     max_length: int,
-    named: tuple[str, str | None],
+    named: tuple[str | list[str], str | None],
     layout: dict[str, Any],
 ) -> Encoder:
-    encoder = Encoder(backbone, template, max_length=max_length, **layout)
+    encoder = Encoder(backbone, templates, max_length=max_length, **layout)
     encoder._named = named
     return encoder
 

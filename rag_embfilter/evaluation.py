@@ -127,8 +127,9 @@ def eval_base(eval_set: EvalSet, encoder: Encoder) -> str:
     """
     tag = hashlib.sha256(f"{eval_set.digest} {encoder.fingerprint.digest}".encode()).hexdigest()[:6]
     backbone = encoder.backbone.name.rstrip("/").rsplit("/", 1)[-1]
-    words = (eval_set.name, backbone, str(encoder.settings["template"]))
-    short = (re.sub(r"[^\w.]+", "_", word).encode()[:40].decode(errors="ignore") for word in words)
+    named = encoder.settings["template"]
+    words = (eval_set.name, backbone, named if isinstance(named, str) else "+".join(named))
+    short = (re.sub(r"[^\w.+]+", "_", word).encode()[:40].decode(errors="ignore") for word in words)
     return "-".join(short) + f"-{tag}"
 
 

@@ -124,12 +124,13 @@ class EmbFilter:
 
         backbone = encoder.backbone
         source = Source(
-            encoder.hidden_size,
+            backbone.hidden_size,
             lambda: backbone.unembedding,
             lambda: backbone.used_rows,
             encoder.spectrum,
             encoder.unembedding_digest,
             lambda: vocabulary_order_counts(backbone.tokenizer, len(backbone.unembedding)),
+            len(encoder.templates),
         )
         made = make(
             source,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 
 from rag_embfilter.calibration import Moments
 from rag_embfilter.errors import ConfigError
@@ -33,12 +34,18 @@ MIN_QUESTIONS = 5
 class Source:
     """Where a filter's directions come from; each is asked for only when the type needs it."""
 
-    hidden: int
+    hidden: int  # of the backbone
     unembedding: Callable[[], Tensor]
     used_rows: Callable[[], Tensor]
     spectrum: Callable[[], Spectrum]
     digest: Callable[[], str]
     default_counts: Callable[[], NDArray[np.float64]] | None = None
+    blocks: int = 1  # templates, each with a block of the matrix
+
+    @property
+    def width(self) -> int:
+        """Size of a raw embedding."""
+        return self.hidden * self.blocks
 
     def response(self, frequencies: NDArray[np.float64] | None) -> NDArray[np.float64]:
         """Spectroscopy response of each direction on the 100 most frequent tokens."""
@@ -67,22 +74,36 @@ def make(
     shrinkage: float = DEFAULT_SHRINKAGE,
 ) -> Made:
     """Matrix, parts and means of a filter of any type; see `EmbFilter.from_encoder` for the arguments."""
-    dim = _checked_dim(source.hidden, filter_type, ratio, band_start, seed)
+    dim = _checked_dim(source, filter_type, ratio, band_start, seed)
     recipe = RECIPES[filter_type]
     if filter_type == "raw" or (ratio == 1 and not recipe.fitted):
-        identity = np.eye(source.hidden, dtype=np.float32)
+        identity = np.eye(source.width, dtype=np.float32)
         return identity, {"filter_type": "raw", "filter_ratio": 1}, None, None
     if not 0 < keep <= 1 or not shrinkage >= 0:
         raise ConfigError(
             f"keep {keep}, shrinkage {shrinkage}: expected keep over 0 to 1, shrinkage 0 or more."
         )
-    moments = _moments(corpus, source.hidden, filter_type) if recipe.fitted else None
-    start = (source.hidden - dim) // 2 if band_start is None else int(band_start)
-    ingredients = Ingredients(
-        source.hidden, dim, source.spectrum, lambda: source.response(frequencies), moments,
-        start, int(seed), keep, shrinkage,
-    )  # fmt: skip
-    matrix = np.ascontiguousarray(recipe.make(ingredients), dtype=np.float32)
+    moments = _moments(corpus, source.width, filter_type) if recipe.fitted else None
+    blocks = []
+    for number, size in enumerate(_shares(dim, source.blocks)):
+        start = (source.hidden - size) // 2 if band_start is None else int(band_start)
+        own = moments and moments.part(slice(number * source.hidden, (number + 1) * source.hidden))
+        blocks.append(
+            recipe.make(
+                Ingredients(
+                    source.hidden,
+                    size,
+                    source.spectrum,
+                    lambda: source.response(frequencies),
+                    own,
+                    start,
+                    int(seed),
+                    keep,
+                    shrinkage,
+                )  # fmt: skip
+            )
+        )
+    matrix = np.ascontiguousarray(block_diag(*blocks), dtype=np.float32)
     parts: dict[str, Part] = {"filter_type": filter_type, "filter_ratio": int(ratio)}
     if recipe.from_unembedding:
         parts["unembedding"] = source.digest()
@@ -94,6 +115,9 @@ def make(
     }
     values["frequencies"] = "vocabulary order" if frequencies is None else array_digest(frequencies)
     parts |= {use: values[use] for use in recipe.uses}
+    if source.blocks > 1:
+        parts["templates"] = source.blocks
+        parts.pop("band_start", None)
     if moments is None:
         return matrix, parts, None, None
     document_mean = moments.mean.astype(np.float32)
@@ -102,7 +126,12 @@ def make(
         if recipe.centred:
             logger.warning("no example questions: queries are centred on the documents' mean; 10 to 30 help")
         return matrix, parts, document_mean, document_mean
-    return matrix, parts, document_mean, query_mean(queries, source.hidden)
+    return matrix, parts, document_mean, query_mean(queries, source.width)
+
+
+def _shares(dim: int, blocks: int) -> list[int]:
+    """A size shared out between blocks as evenly as can be."""
+    return [dim // blocks + (number < dim % blocks) for number in range(blocks)]
 
 
 def _moments(corpus: Embeddings | None, hidden: int, filter_type: str) -> Moments:
@@ -132,27 +161,41 @@ def query_mean(queries: FloatArray, hidden: int) -> FloatArray:
     return Moments.of(array, hidden).mean.astype(np.float32)
 
 
-def _checked_dim(hidden: int, filter_type: str, ratio: int, band_start: int | None, seed: int) -> int:
-    """The filter's size, once its arguments have been found to make sense together."""
+def _checked_dim(source: Source, filter_type: str, ratio: int, band_start: int | None, seed: int) -> int:
+    """The filter's size, once its arguments have been found to make sense together.
+
+    Several templates share `hidden // ratio` dimensions; full-size types keep all of each.
+    """
+    hidden = source.hidden
     if filter_type not in FILTER_TYPES:
         raise ConfigError(f"filter_type {filter_type!r}: expected one of {', '.join(FILTER_TYPES)}.")
     if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio < 1:
         raise ConfigError(f"filter_ratio {ratio!r}: expected a whole number of 1 or more.")
-    if hidden // ratio < 1:
+    if hidden // ratio < source.blocks:
+        each = " for each template" if source.blocks > 1 else ""
         raise ConfigError(
-            f"filter_ratio {ratio} leaves no dimension of {hidden}; the largest ratio is {hidden}."
+            f"filter_ratio {ratio} leaves no dimension of {hidden}{each}; the largest ratio is "
+            f"{hidden // source.blocks}."
         )
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise ConfigError(f"seed {seed!r}: expected a whole number of 0 or more.")
     if RECIPES[filter_type].full_size and filter_type != "raw" and ratio != 1:
         raise ConfigError(f"{filter_type} keeps all dimensions, so its filter_ratio is 1, not {ratio}.")
+    if RECIPES[filter_type].full_size:
+        return source.width
     dim = hidden // ratio
     if band_start is not None:
-        if filter_type != "edge":
-            raise ConfigError(f"band_start {band_start}: only `edge` has a band, not {filter_type!r}.")
-        if not 0 <= band_start <= hidden - dim:
-            raise ConfigError(
-                f"band_start {band_start}: a band of {dim} directions out of {hidden} can start at 0 to "
-                f"{hidden - dim}."
-            )
+        _check_band(source, filter_type, dim, band_start)
     return dim
+
+
+def _check_band(source: Source, filter_type: str, dim: int, band_start: int) -> None:
+    if filter_type != "edge":
+        raise ConfigError(f"band_start {band_start}: only `edge` has a band, not {filter_type!r}.")
+    if source.blocks > 1:
+        raise ConfigError("band_start is for a single template; several have a middle band each.")
+    if not 0 <= band_start <= source.hidden - dim:
+        raise ConfigError(
+            f"band_start {band_start}: a band of {dim} directions out of {source.hidden} can start at 0 to "
+            f"{source.hidden - dim}."
+        )

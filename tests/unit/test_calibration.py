@@ -90,7 +90,7 @@ def test_calibrated_by_the_formula(unembedding, corpus, queries):
     np.testing.assert_allclose(
         made.apply(queries, role="query"), q / np.linalg.norm(q, axis=1, keepdims=True), atol=1e-5
     )
-    assert (made.name, made.dim) == ("calibrated-r4", 6)
+    assert (made.name, made.dim) == ("calibrated-r4-k0.75-w1", 6)
 
 
 def test_an_iterable_corpus_gives_the_same_filter(unembedding, corpus):
@@ -126,6 +126,7 @@ def test_another_corpus_is_another_fingerprint(unembedding, corpus):
 def test_settings_off_the_default_show_in_the_name(unembedding, corpus):
     made = EmbFilter.from_unembedding(unembedding, "calibrated", 4, corpus=corpus, keep=1, shrinkage=3)
     assert made.name == "calibrated-r4-k1-w3"
+    assert EmbFilter.from_unembedding(unembedding, "calibrated", 4, corpus=corpus).name == "calibrated-r4"
 
 
 @pytest.mark.parametrize(

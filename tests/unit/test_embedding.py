@@ -44,9 +44,9 @@ def test_async_gives_the_same_and_stays_off_the_event_loop(embedding, monkeypatc
     threads = set()
     real = Encoder._forward
 
-    def noting(self, rows):
+    def noting(self, rows, template):
         threads.add(threading.get_ident())
-        return real(self, rows)
+        return real(self, rows, template)
 
     monkeypatch.setattr(Encoder, "_forward", noting)
 

@@ -23,11 +23,11 @@ def _recipe_row(encoder: Encoder, text: str) -> tuple[list[int], int | None]:
     def ids(piece: str) -> list[int]:
         return tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
 
-    if encoder.template.document.count("{text}") == 2:
+    if encoder.templates[0].document.count("{text}") == 2:
         head, mid = "Rewrite the following paragraph: ", ". The rewritten paragraph: "
         before = [2, *ids(head), *ids(text), *ids(mid)]
         return [*before, *ids(text), 2], len(before)
-    if encoder.template.document == "{text}":
+    if encoder.templates[0].document == "{text}":
         return ids(text), 0
     return [*ids('Summarize the sentence: "'), *ids(text), *ids('" in one word:"')], None
 

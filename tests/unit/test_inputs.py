@@ -62,7 +62,7 @@ def test_c16_last_id_is_the_templates_and_only_the_text_is_cut(tmp_path, tokens,
     folder = tiny.save_model(tmp_path / "m", **tokens)
     encoder = Encoder(str(folder), template="Say {text} now", max_length=16, device="cpu")
     texts = ["a" * 5, "b" * 16, "c" * 20 + "d" * 20]
-    rows = encoder._builder.rows(texts, "document")
+    rows = encoder._builders[0].rows(texts, "document")
     kept = ["a" * 5, "b" * 16, "c" * 8 + "d" * 8]
     assert [row.ids for row in rows] == [begin + _ids("Say ") + _ids(text) + _ids(" now") for text in kept]
     assert [row.lost for row in rows] == [0, 0, 24]
@@ -77,7 +77,7 @@ def test_c16_report_of_what_was_cut(llama, caplog):
 
 def test_echo_has_the_end_token_at_both_ends_and_counts_from_the_second_copy(llama):
     encoder = Encoder(str(llama), template="echo", max_length=8, device="cpu")
-    (row,) = encoder._builder.rows(["abcdefghXYZ"], "document")
+    (row,) = encoder._builders[0].rows(["abcdefghXYZ"], "document")
     head, mid = _ids("Rewrite the following paragraph: "), _ids(". The rewritten paragraph: ")
     text = _ids("abcdefgh")
     assert row.ids == [2, *head, *text, *mid, *text, 2]
@@ -86,14 +86,14 @@ def test_echo_has_the_end_token_at_both_ends_and_counts_from_the_second_copy(lla
 
 def test_echo_begins_with_the_tokenizers_own_begin_token(tmp_path):
     encoder = Encoder(str(tiny.save_model(tmp_path / "m", begin=True)), template="echo", device="cpu")
-    (row,) = encoder._builder.rows(["a"], "document")
+    (row,) = encoder._builders[0].rows(["a"], "document")
     assert (row.ids[0], row.ids[-1]) == (1, 2)
 
 
 def test_a_huge_text_loses_only_its_middle(llama):
     encoder = Encoder(str(llama), max_length=16, device="cpu")
-    (row,) = encoder._builder.rows(["s" * 8 + "x" * 1_000_000 + "e" * 8], "document")
-    words = encoder.template.pieces("document")
+    (row,) = encoder._builders[0].rows(["s" * 8 + "x" * 1_000_000 + "e" * 8], "document")
+    words = encoder.templates[0].pieces("document")
     assert row.ids == _ids(words[0]) + _ids("s" * 8 + "e" * 8) + _ids(words[1])
     assert row.lost > 0
 

@@ -1,0 +1,115 @@
+"""Several templates: raw embeddings joined, filters block-diagonal, and the way through the command line."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from pipelines.app import main
+from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
+from rag_embfilter.errors import ConfigError, EncodingError
+from tests import tiny
+
+TEXTS = ["Paris", "two words", *(f"number {i} is here" for i in range(60))]
+
+
+@pytest.fixture(scope="module")
+def both(llama) -> Encoder:
+    return Encoder(str(llama), ["prompteol", "echo"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def apart(llama) -> list[Encoder]:
+    return [Encoder(str(llama), each, device="cpu") for each in ("prompteol", "echo")]
+
+
+def test_the_raw_embedding_is_one_unit_vector_per_template_joined_and_scaled(both, apart):
+    joined = np.hstack([each.encode_documents(TEXTS) for each in apart]) / np.sqrt(2)
+    vectors = both.encode_documents(TEXTS)
+    assert both.hidden_size == 64 and vectors.shape == (62, 64)
+    np.testing.assert_allclose(vectors, joined, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart):
+    made = EmbFilter.from_encoder(both, "edge", 4)
+    block = EmbFilter.from_encoder(apart[0], "edge", 8).matrix
+    assert made.matrix.shape == (8, 64) and made.name == "edge-r4"
+    np.testing.assert_array_equal(made.matrix[:4, :32], block)
+    np.testing.assert_array_equal(made.matrix[4:, 32:], block)
+    assert not made.matrix[:4, 32:].any() and not made.matrix[4:, :32].any()
+
+
+def test_dimensions_that_cannot_be_halved_are_shared_as_evenly_as_can_be(both):
+    assert EmbFilter.from_encoder(both, "tail", 6).dim == 5  # 32 // 6, as 3 and 2
+    assert EmbFilter.from_encoder(both, "raw").dim == 64
+    with pytest.raises(ConfigError, match="for each template; the largest ratio is 16"):
+        EmbFilter.from_encoder(both, "edge", 17)
+    with pytest.raises(ConfigError, match="single template"):
+        EmbFilter.from_encoder(both, "edge", 4, band_start=0)
+
+
+def test_each_block_is_calibrated_on_its_own_template(both, apart):
+    x = both.encode_documents(TEXTS)
+    made = EmbFilter.from_encoder(both, "calibrated", 4, corpus=x, queries=x[:9])
+    for number, encoder in enumerate(apart):
+        own = EmbFilter.from_encoder(encoder, "calibrated", 8, corpus=encoder.encode_documents(TEXTS))
+        ours = made.matrix[4 * number : 4 * number + 4, 32 * number : 32 * number + 32]
+        cosines = (
+            (ours * own.matrix).sum(axis=1)
+            / np.linalg.norm(ours, axis=1)
+            / np.linalg.norm(own.matrix, axis=1)
+        )
+        np.testing.assert_allclose(np.abs(cosines), 1, atol=1e-3)
+    np.testing.assert_allclose(made.document_mean, x.mean(axis=0), atol=1e-6)
+
+
+def test_fingerprints_settings_and_pickles(both, apart):
+    assert both.fingerprint.digest not in {each.fingerprint.digest for each in apart}
+    assert Encoder(**both.settings, device="cpu").fingerprint == both.fingerprint
+    again = pickle.loads(pickle.dumps(both))
+    assert again.fingerprint == both.fingerprint and again.settings == both.settings
+
+
+def test_a_text_that_spoils_one_template_spoils_its_row(both):
+    with tiny.Spoil(both, "#", float("nan")), pytest.raises(EncodingError, match="item 1: .*NaN"):
+        both.encode_documents(["a", "b#", "c"])
+    with tiny.Spoil(both, "#", 0.0), pytest.raises(EncodingError, match="item 1"):
+        both.encode_documents(["a", "b#", "c"])
+
+
+def test_the_embedder_takes_a_list(llama, both):
+    embedding = EmbFilterEmbedding(model_name=str(llama), template=["prompteol", "echo"], device="cpu")
+    expected = EmbFilter.from_encoder(both).apply(both.encode_queries(["a"]), "query")[0]
+    np.testing.assert_allclose(embedding.get_query_embedding("a"), expected, atol=1e-6)
+    again = EmbFilterEmbedding.from_dict(embedding.to_dict())
+    assert again.fingerprint == embedding.fingerprint
+
+
+@pytest.mark.parametrize("templates", [[], ["echo", "echo"]])
+def test_none_or_two_alike_are_refused(llama, templates):
+    with pytest.raises(ConfigError, match="one or more, no two alike"):
+        Encoder(str(llama), templates, device="cpu")
+    with pytest.raises(ConfigError, match="for one alone"):
+        Encoder(str(llama), ["echo", "plain"], query_template="question", device="cpu")
+
+
+def test_the_command_line_from_ingest_to_search(llama, tmp_path, capsys):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for i, text in enumerate(TEXTS):
+        (docs / f"{i}.txt").write_text(text)
+    common = ["--collection", "c", "--qdrant-path", str(tmp_path / "q")]
+    ingest = ["ingest", "--template", "prompteol", "echo", str(docs), "--backbone", str(llama), *common]
+    assert main([*ingest, "--filter-types", "edge", "calibrated", "--filter-ratios", "4"]) == 0
+    with Store(path=tmp_path / "q") as store:
+        assert {name: store.info(name).dim for name in store.names()} == {
+            "c-raw": 64, "c-edge-r4": 8, "c-calibrated-r4": 8,
+        }  # fmt: skip
+    for kind in ("edge", "calibrated"):
+        capsys.readouterr()
+        search = ["search", "Paris", "--filter-types", kind, "--filter-ratios", "4", "--limit", "3", *common]
+        assert main(search) == 0
+        assert capsys.readouterr().out.count(".txt, chunk 0") == 3
