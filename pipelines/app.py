@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import typer
 
-from pipelines import collections_cmd, demo_cmd, evaluate_cmd, ingest_cmd, lens_cmd, refit_cmd, search_cmd
+from pipelines import (
+    choose_cmd,
+    collections_cmd,
+    demo_cmd,
+    evaluate_cmd,
+    ingest_cmd,
+    lens_cmd,
+    refit_cmd,
+    search_cmd,
+)
 from pipelines.options import expand_lists
 from pipelines.show import set_up_logging
 
@@ -22,6 +31,7 @@ app.command("demo")(demo_cmd.demo)
 app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
+app.command("choose")(choose_cmd.choose)
 app.command("refit-queries")(refit_cmd.refit_queries)
 app.command("lens")(lens_cmd.lens)
 app.command("spectrum")(lens_cmd.spectrum)

@@ -33,6 +33,7 @@ def ingest(
     collection: Annotated[
         str, typer.Option(help="Base name: NAME-raw, NAME-edge-r2, ... are written.", metavar="NAME")
     ],
+    config: options.Config = None,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
@@ -99,6 +100,14 @@ def ingest(
 
     check_name(collection)
     reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
+    if config is not None:
+        chosen = options.read_config(config)
+        backbone, revision, template = chosen.model_name, chosen.revision, chosen.templates
+        max_length, filter_types, filter_ratios = (
+            chosen.max_length,
+            [chosen.filter_type],
+            [chosen.filter_ratio],
+        )
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,6 +95,14 @@ FilterDir = Annotated[
         rich_help_panel=STORE,
     ),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="What `choose --config` wrote, instead of backbone, template, max-length and filter.",
+        rich_help_panel=MODEL,
+    ),
+]
 QdrantPath = Annotated[Path, typer.Option(help="Folder of the embedded Qdrant.", rich_help_panel=STORE)]
 QdrantUrl = Annotated[
     str | None,
@@ -172,16 +182,41 @@ def make_filters(
     encoder: Encoder, types: Sequence[str], ratios: Sequence[int], raw: bool, keep: float = DEFAULT_KEEP
 ) -> tuple[list[EmbFilter], list[FilterSpec]]:
     """The grid of types x ratios, each filter once, raw first when wanted; apart, those to be fitted."""
-    from rag_embfilter.fitting import FilterSpec
-
-    specs = [FilterSpec("raw", 1)] if raw else []
-    for filter_type in types:
-        recipe = RECIPES.get(filter_type)
-        sizes = [1] if recipe and recipe.full_size else ratios
-        specs += [FilterSpec(filter_type, ratio, keep) for ratio in sizes]
+    specs = filter_specs(["raw", *types] if raw else types, ratios, keep)
     plain = [EmbFilter.from_encoder(encoder, s.filter_type, s.filter_ratio) for s in specs if not s.fitted]
     unique = {embfilter.name: embfilter for embfilter in plain}
-    return list(unique.values()), list(dict.fromkeys(s for s in specs if s.fitted))
+    return list(unique.values()), [s for s in specs if s.fitted]
+
+
+def filter_specs(types: Sequence[str], ratios: Sequence[int], keep: float) -> list[FilterSpec]:
+    """The grid of types x ratios, each once; types that keep all dimensions stand in it at ratio 1."""
+    from rag_embfilter.fitting import FilterSpec
+
+    full = {name for name, recipe in RECIPES.items() if recipe.full_size}
+    grid = [FilterSpec(t, r, keep) for t in types for r in ([1] if t in full else ratios)]
+    return list(dict.fromkeys(grid))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What `choose` wrote, checked."""
+
+    model_name: str
+    templates: list[str]
+    max_length: int
+    filter_type: str
+    filter_ratio: int
+    revision: str | None = None
+
+
+def read_config(path: Path) -> Chosen:
+    """Read what `choose --config` wrote. Raises `ConfigError` for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        template = found.pop("template")
+        return Chosen(templates=[template] if isinstance(template, str) else template, **found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{str(path)!r} is not what `choose --config` writes ({error}).") from error
 
 
 def read_questions(path: Path | None) -> list[str] | None:

@@ -20,13 +20,19 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir
 
 def provenance(encoder: Encoder) -> dict[str, Any]:
     """Backbone, settings, versions, device, time and command line of a result."""
-    return {
+    return environment() | {
         "backbone": encoder.settings["backbone"],
         "revision": encoder.backbone.revision,
         "encoder": dict(encoder.settings),
         "encoder_fingerprint": dict(encoder.fingerprint.parts),
         "device": str(encoder.backbone.device),
         "dtype": str(encoder.backbone.dtype).removeprefix("torch."),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, time and command line of a result."""
+    return {
         "processors": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -89,6 +89,14 @@ class EvalSet:
         return {key: passage_text(passage.title, passage.text) for key, passage in self.corpus.items()}
 
 
+def load_corpus(file: Path) -> dict[str, Passage]:
+    """Passages of a `corpus.jsonl` alone. Raises `EvalSetError` with all its faults."""
+    faults = _Faults()
+    corpus = _corpus(file, faults)
+    faults.raise_if_any(file)
+    return corpus
+
+
 class _Faults:
     """All faults of a set, by kind."""
 

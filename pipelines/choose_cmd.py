@@ -1,0 +1,158 @@
+"""`choose`: which templates, filter and ratio a domain should ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines import options, show
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.recipes import DEFAULT_KEEP
+
+if TYPE_CHECKING:
+    from rag_embfilter.choose import Candidate, Choice
+    from rag_embfilter.eval_set import EvalSet
+
+
+@show.guarded
+def choose(
+    sets: Annotated[
+        list[Path],
+        typer.Argument(metavar="EVAL_SET...", help="Eval sets; with --pseudo, .jsonl files of passages."),
+    ],
+    backbone: options.Backbone = "smollm2",
+    revision: options.Revision = None,
+    template: options.Templates = ["prompteol", "echo"],  # noqa: B006 - typer copies it
+    max_length: options.MaxLength = 512,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    filter_types: options.FilterTypes = ["edge", "tail", "calibrated"],  # noqa: B006
+    filter_ratios: options.FilterRatios = [2, 4, 8, 16],  # noqa: B006
+    keep: options.Keep = DEFAULT_KEEP,
+    example_questions: options.ExampleQuestions = None,
+    pseudo: Annotated[
+        bool, typer.Option(help="No labels: titles, or first sentences, ask for the rest of their passage.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the choice for `ingest --config`.")
+    ] = None,
+    json_file: options.JsonFile = None,
+) -> None:
+    """Try templates, alone and joined, with filters and ratios, and recommend the cheapest good one.
+
+    Costs one pass of the backbone per template. The recommendation is the smallest vector within a point of
+    the best and not worse beyond noise, or raw when nothing is better. What it gains is reported on
+    questions that did not choose: each half picks, the other half reports.
+    """
+    from rag_embfilter import choose as choosing
+    from rag_embfilter.backbone import load_backbone
+    from rag_embfilter.eval_set import EvalSet
+    from rag_embfilter.files import write_json
+
+    loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
+    model = load_backbone(backbone, revision, device, dtype)
+    groups = [[each] for each in template] + ([template] if len(template) > 1 else [])
+    specs = options.filter_specs(filter_types, filter_ratios, keep)
+    texts = sum(len(s.corpus) + len(s.queries) for s in loaded) * len(template)
+    with show.progress_bar() as progress:
+        task = progress.add_task("encoding", total=texts, unit="texts")
+        grid = choosing.candidates(
+            model, loaded, groups, specs, options.read_questions(example_questions), max_length,
+            lambda n: progress.advance(task, n),
+        )  # fmt: skip
+    choice = choosing.choose(grid)
+    _print(choice, loaded, pseudo)
+    settings = _settings(choice.chosen, backbone, revision, max_length)
+    if config is not None:
+        write_json(config, settings)
+        show.out.print(f"Config, for `ingest --config`: {show.escape(str(config))}", soft_wrap=True)
+    if json_file is not None:
+        write_json(json_file, _json(choice, settings, loaded, pseudo))
+
+
+def _pseudo(path: Path) -> EvalSet:
+    """Pseudo-questions for the passages of an eval set's folder, or of a file in its layout."""
+    from rag_embfilter.choose import pseudo_set
+    from rag_embfilter.eval_set import load_corpus
+
+    file = path / "corpus.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{str(file)!r} is not there; expected a .jsonl file with _id, title and text.")
+    return pseudo_set(path.resolve().stem, load_corpus(file))
+
+
+def _settings(chosen: Candidate, backbone: str, revision: str | None, max_length: int) -> dict[str, object]:
+    """The choice as arguments of `EmbFilterEmbedding`, by name."""
+    template = chosen.templates[0] if len(chosen.templates) == 1 else list(chosen.templates)
+    settings = {
+        "model_name": backbone,
+        "revision": revision,
+        "template": template,
+        "max_length": max_length,
+        "filter_type": chosen.spec.filter_type,
+        "filter_ratio": chosen.spec.filter_ratio,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
+    top = list(choice.candidates[:10])
+    for needed in (choice.chosen, choice.raw):
+        if needed not in top:
+            top.append(needed)
+    rows = [
+        [
+            f"[green]{show.escape(c.name)}[/]" if c is choice.chosen else show.escape(c.name),
+            str(c.dim),
+            str(len(c.templates)),
+            f"{100 * c.mean():.1f}",
+        ]
+        for c in top
+    ]
+    n = len(choice.chosen.scores)
+    title = f"{', '.join(s.name for s in sets)}: {n} questions, {len(choice.candidates)} configurations"
+    show.out.print(show.table(show.escape(title), ["configuration", "dims", "passes", "nDCG@10"], rows))
+    held = choice.held_out
+    interval = show.escape(f"[{100 * held.low:+.1f}, {100 * held.high:+.1f}]")
+    show.out.print(
+        f"On questions that did not choose: {100 * choice.held_out_mean:.1f}, {100 * held.difference:+.1f} "
+        f"{interval} against raw; the best of the grid there has {100 * choice.held_out_best:.1f}."
+    )
+    if choice.too_few:
+        show.out.print(f"[yellow]Too few questions ({n}) to conclude anything; collect at least 40.[/]")
+    if pseudo:
+        show.out.print("[yellow]These are pseudo-questions, a proxy: real ones may choose otherwise.[/]")
+    name = show.escape(choice.chosen.name)
+    nothing = choice.chosen is choice.raw
+    better = "no filter is better beyond noise" if nothing else "the cheapest near the best"
+    show.out.print(f"Recommended: [green]{name}[/] ({choice.chosen.dim} dimensions): {better}.")
+
+
+def _json(
+    choice: Choice, settings: dict[str, object], sets: list[EvalSet], pseudo: bool
+) -> dict[str, object]:
+    from pipelines.results import environment
+
+    return environment() | {
+        "sets": [{"eval_set": s.name, "digest": s.digest, "queries": len(s.queries)} for s in sets],
+        "pseudo_questions": pseudo,
+        "too_few_questions": choice.too_few,
+        "chosen": choice.chosen.name,
+        "config": settings,
+        "held_out": vars(choice.held_out),
+        "held_out_mean": choice.held_out_mean,
+        "held_out_best": choice.held_out_best,
+        "candidates": [_candidate(c) for c in choice.candidates],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, object]:
+    return {
+        "name": candidate.name,
+        "dim": candidate.dim,
+        "passes": len(candidate.templates),
+        "ndcg_at_10": candidate.mean(),
+        "per_query": dict(candidate.scores),
+    }

@@ -1,0 +1,169 @@
+"""Choosing: the rule on scores made by hand, cross-fitting, scoring against the store, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipelines.app import main
+from rag_embfilter import EvalSet, evaluate
+from rag_embfilter.choose import Candidate, candidates, choose, pick, pseudo_set
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.eval_set import Passage
+from rag_embfilter.fitting import FilterSpec
+
+RNG = np.random.default_rng(0)
+BASE = RNG.uniform(0.2, 0.8, 80)
+QUERIES = [f"q{i:02d}" for i in range(80)]
+
+
+def made(kind, ratio, dim, lift, spread=0.0, templates=("plain",)):
+    noise = np.random.default_rng(dim).normal(0, spread, 80) if spread else 0
+    scores = np.clip(BASE + lift + noise, 0, 1)
+    return Candidate(templates, FilterSpec(kind, ratio), dim, dict(zip(QUERIES, scores, strict=True)))
+
+
+RAW = made("raw", 1, 64, 0)
+
+
+def test_the_cheapest_within_a_point_of_the_best_is_picked():
+    grid = [RAW, made("edge", 2, 32, 0.10), made("edge", 4, 16, 0.095), made("edge", 8, 8, 0.05)]
+    assert pick(grid, QUERIES).dim == 16
+    assert pick(grid, QUERIES, tolerance=0).dim == 32
+    assert pick(grid, QUERIES, tolerance=0.06).dim == 8
+
+
+def test_fewer_passes_win_at_equal_size():
+    two = made("edge", 4, 16, 0.102, templates=("plain", "echo"))
+    assert pick([RAW, two, made("edge", 4, 16, 0.1)], QUERIES).templates == ("plain",)
+
+
+def test_raw_is_picked_when_nothing_is_better_beyond_noise():
+    noisy = made("edge", 2, 32, 0.01, spread=0.3)
+    assert pick([RAW, noisy, made("tail", 2, 32, -0.1)], QUERIES) is RAW
+
+
+def test_halves_that_choose_do_not_report():
+    """Two candidates that each shine on the questions of one half look best there and are not."""
+    rng = np.random.default_rng(0)
+    halves = np.array_split(rng.permutation(80), 2)
+    fooled = []
+    for half in halves:
+        scores = BASE.copy()
+        scores[half] = np.clip(scores[half] + 0.15, 0, 1)
+        fooled.append(
+            Candidate(("plain",), FilterSpec("rand", 2), 32, dict(zip(QUERIES, scores, strict=True)))
+        )
+    choice = choose([RAW, *fooled])
+    assert abs(choice.held_out.difference) < 1e-9
+    assert choice.chosen is not RAW  # on all questions each of them does look better
+
+
+def test_a_real_gain_survives_and_the_same_seed_gives_the_same_report():
+    grid = [RAW, made("edge", 2, 32, 0.1), made("calibrated", 8, 8, 0.2)]
+    choice = choose(grid)
+    assert choice.chosen.dim == 8 and choice.held_out.verdict == "better"
+    assert choice.held_out_mean == pytest.approx(grid[2].mean())
+    assert choice.held_out_best == pytest.approx(grid[2].mean())
+    assert choose(grid).held_out == choice.held_out
+
+
+def test_too_few_questions():
+    few = [Candidate(c.templates, c.spec, c.dim, {q: c.scores[q] for q in QUERIES[:39]}) for c in (RAW,)]
+    assert choose(few).too_few and not choose([RAW]).too_few
+    with pytest.raises(ConfigError, match="at least two"):
+        choose([Candidate(("plain",), FilterSpec("raw", 1), 64, {"q": 1.0})])
+
+
+SET = EvalSet(
+    "office",
+    {f"p{i}": Passage(f"Title {i}", f"Passage {i} is about {i * 3}. It says more.") for i in range(45)},
+    {f"q{i}": f"who knows about {i * 3}?" for i in range(12)},
+    {f"q{i}": {f"p{i}": 1} for i in range(12)},
+)
+
+
+def test_scores_are_those_of_evaluate(encoder, store):
+    specs = [FilterSpec("edge", 2), FilterSpec("calibrated", 4)]
+    grid = candidates(encoder.backbone, [SET], [["prompteol"]], specs, list(SET.queries.values()))
+    done = evaluate(
+        SET, encoder, [_edge(encoder)], store, fitted=specs[1:], questions=list(SET.queries.values())
+    )
+    assert [c.name for c in grid] == ["prompteol raw", "prompteol edge-r2", "prompteol calibrated-r4"]
+    for candidate, result in zip(grid, done.results, strict=True):
+        expected = {f"office/{q}": s for q, s in result.metrics.per_query["ndcg_at_10"].items()}
+        assert candidate.scores == pytest.approx(expected, abs=1e-6)
+        assert candidate.dim == result.embfilter.dim
+
+
+def _edge(encoder):
+    from rag_embfilter import EmbFilter
+
+    return EmbFilter.from_encoder(encoder, "edge", 2)
+
+
+def test_joined_templates_cost_one_pass_each(encoder):
+    from tests import tiny
+
+    with tiny.ForwardCounter(encoder) as counter:
+        grid = candidates(
+            encoder.backbone, [SET], [["plain"], ["echo"], ["plain", "echo"]], [FilterSpec("edge", 4)]
+        )
+    assert counter.texts == 2 * (45 + 12)
+    assert {c.name: c.dim for c in grid} == {
+        "plain raw": 32, "plain edge-r4": 8, "echo raw": 32, "echo edge-r4": 8,
+        "plain+echo raw": 64, "plain+echo edge-r4": 8,
+    }  # fmt: skip
+
+
+def test_pseudo_questions_are_titles_or_first_sentences_and_leave_their_passage():
+    found = pseudo_set("docs", {
+        "a": Passage("Badges", "At reception."),
+        "b": Passage("", "First sentence here. The rest follows."),
+        "c": Passage("", "One sentence alone."),
+    })  # fmt: skip
+    assert found.queries == {"a": "Badges", "b": "First sentence here."}
+    assert found.passages() == {"a": "At reception.", "b": "The rest follows.", "c": "One sentence alone."}
+    assert found.qrels == {"a": {"a": 1}, "b": {"b": 1}}
+    with pytest.raises(ConfigError, match="no pseudo-questions"):
+        pseudo_set("docs", {"c": Passage("", "One sentence alone.")})
+
+
+def _write(folder):
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [{"_id": k, "title": p.title, "text": p.text} for k, p in SET.corpus.items()]
+    queries = [{"_id": k, "text": text} for k, text in SET.queries.items()]
+    for name, records in (("corpus", corpus), ("queries", queries)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"q{i}\tp{i}\t1\n" for i in range(12)))
+
+
+def test_the_command_its_config_and_ingesting_with_it(llama, tmp_path, capsys):
+    _write(tmp_path / "set")
+    common = ["--backbone", str(llama), "--template", "plain", "echo", "--filter-ratios", "4"]
+    files = ["--config", str(tmp_path / "c.json"), "--json", str(tmp_path / "r.json")]
+    assert main(["choose", str(tmp_path / "set"), *common, *files]) == 0
+    out = capsys.readouterr().out
+    assert "Too few questions (12)" in out and "Recommended:" in out and "12 configurations" in out
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert len(result["candidates"]) == 12 and result["too_few_questions"]
+    config = json.loads((tmp_path / "c.json").read_text())
+    config |= {"template": ["plain", "echo"], "filter_type": "calibrated", "filter_ratio": 4}
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]
+    store = ["--qdrant-path", str(tmp_path / "q"), "--config", str(tmp_path / "c.json")]
+    assert main([*ingest, *store]) == 0
+    assert "c-calibrated-r4" in capsys.readouterr().out
+    (tmp_path / "c.json").write_text("[]")
+    assert main([*ingest, *store]) == 1
+    assert "not what `choose --config` writes" in capsys.readouterr().err
+
+
+def test_choosing_without_labels_says_that_it_is_a_proxy(llama, tmp_path, capsys):
+    _write(tmp_path / "set")
+    arguments = ["choose", str(tmp_path / "set" / "corpus.jsonl"), "--pseudo", "--backbone", str(llama)]
+    assert main([*arguments, "--template", "plain", "--filter-types", "edge", "--filter-ratios", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "45 questions" in out and "a proxy: real ones may choose otherwise" in out
