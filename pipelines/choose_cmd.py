@@ -42,8 +42,8 @@ def choose(
 ) -> None:
     """Try templates, alone and joined, with filters and ratios, and recommend the cheapest good one.
 
-    Costs one pass of the backbone per template. The recommendation is the smallest vector within a point of
-    the best and not worse beyond noise, or raw when nothing is better. What it gains is reported on
+    Costs one pass of the backbone per template. The recommendation is the smallest vector within a
+    quarter of a point of the best, or raw when nothing is better beyond noise. What it gains is reported on
     questions that did not choose: each half picks, the other half reports.
     """
     from rag_embfilter import choose as choosing

@@ -18,7 +18,7 @@ from rag_embfilter.metrics import MIN_QUERIES, Comparison, compare, rank_metrics
 
 FloatArray = NDArray[np.float32]
 DEPTH = 100
-TOLERANCE = 0.01  # of nDCG@10: what a cheaper configuration may lose against the best
+TOLERANCE = 0.0025  # of nDCG@10: what a cheaper configuration may lose against the best
 LEAST = 2 * MIN_QUERIES  # questions: half of them choose, half report
 
 
@@ -118,7 +118,7 @@ def candidates(
 
 
 def pick(grid: Sequence[Candidate], queries: Sequence[str], tolerance: float = TOLERANCE) -> Candidate:
-    """The cheapest candidate within `tolerance` of the best mean; the best raw one when the best does not beat
+    """The cheapest candidate within `tolerance` of the best mean; the best raw one if the best does not beat
     it beyond noise.
     """
     raw = _best_raw(grid, queries)
