@@ -84,49 +84,57 @@ def make(
             f"keep {keep}, shrinkage {shrinkage}: expected keep over 0 to 1, shrinkage 0 or more."
         )
     moments = _moments(corpus, source.width, filter_type) if recipe.fitted else None
-    blocks = []
-    for number, size in enumerate(_shares(dim, source.blocks)):
-        start = (source.hidden - size) // 2 if band_start is None else int(band_start)
-        own = moments and moments.part(slice(number * source.hidden, (number + 1) * source.hidden))
-        blocks.append(
-            recipe.make(
-                Ingredients(
-                    source.hidden,
-                    size,
-                    source.spectrum,
-                    lambda: source.response(frequencies),
-                    own,
-                    start,
-                    int(seed),
-                    keep,
-                    shrinkage,
-                )  # fmt: skip
+    blocks = [
+        recipe.make(
+            Ingredients(
+                hidden=source.hidden,
+                dim=size,
+                spectrum=source.spectrum,
+                response=lambda: source.response(frequencies),
+                moments=moments and moments.part(slice(i * source.hidden, (i + 1) * source.hidden)),
+                band_start=(source.hidden - size) // 2 if band_start is None else int(band_start),
+                seed=int(seed),
+                keep=keep,
+                shrinkage=shrinkage,
             )
         )
+        for i, size in enumerate(_shares(dim, source.blocks))
+    ]
     matrix = np.ascontiguousarray(block_diag(*blocks), dtype=np.float32)
     parts: dict[str, Part] = {"filter_type": filter_type, "filter_ratio": int(ratio)}
     if recipe.from_unembedding:
         parts["unembedding"] = source.digest()
     values: dict[str, Part] = {
-        "band_start": start,
+        "band_start": (source.hidden - dim) // 2 if band_start is None else int(band_start),
         "seed": int(seed),
         "keep": f"{keep:g}",
         "shrinkage": f"{shrinkage:g}",
+        "frequencies": "vocabulary order" if frequencies is None else array_digest(frequencies),
     }
-    values["frequencies"] = "vocabulary order" if frequencies is None else array_digest(frequencies)
     parts |= {use: values[use] for use in recipe.uses}
     if source.blocks > 1:
         parts["templates"] = source.blocks
         parts.pop("band_start", None)
+    return _with_means(matrix, parts, moments, queries if recipe.centred else None, recipe.centred)
+
+
+def _with_means(
+    matrix: FloatArray,
+    parts: dict[str, Part],
+    moments: Moments | None,
+    queries: FloatArray | None,
+    centred: bool,
+) -> Made:
+    """The means of a fitted filter, and its fit in the parts."""
     if moments is None:
         return matrix, parts, None, None
     document_mean = moments.mean.astype(np.float32)
     parts["fit"] = array_digest(matrix, document_mean)
-    if queries is None or not recipe.centred:
-        if recipe.centred:
-            logger.warning("no example questions: queries are centred on the documents' mean; 10 to 30 help")
-        return matrix, parts, document_mean, document_mean
-    return matrix, parts, document_mean, query_mean(queries, source.width)
+    if queries is not None:
+        return matrix, parts, document_mean, query_mean(queries, matrix.shape[1])
+    if centred:
+        logger.warning("no example questions: queries are centred on the documents' mean; 10 to 30 help")
+    return matrix, parts, document_mean, document_mean
 
 
 def _shares(dim: int, blocks: int) -> list[int]:
