@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipelines.readers import SourceReader
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.filters import EmbFilter
+    from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.ingestion import IngestReport
     from rag_embfilter.store import Store
 
@@ -95,7 +96,7 @@ def ingest(
     end, and the rest is ingested; the exit code is then 1.
     """
     from pipelines.readers import ReadOptions, open_sources
-    from rag_embfilter.fitting import fit, siblings
+    from rag_embfilter.fitting import siblings
     from rag_embfilter.store import check_name, collection_name
 
     check_name(collection)
@@ -122,8 +123,7 @@ def ingest(
         filters += others
         run = partial(_run, encoder=encoder, store=store, base=collection, chunks=(chunk_size, chunk_overlap))
         report = run(reader, filters, progress=progress)
-        made = [fit(spec, encoder, store, collection, questions) for spec in fitted]
-        made = [f for f in made if f.name not in {other.name for other in others}]
+        made = _fit(fitted, encoder, store, collection, questions)
         if made:
             # Read again, not encoded again: the vectors come from the raw collection.
             again = run(open_sources(sources, reader.options), made, progress=progress)
@@ -174,6 +174,24 @@ def _run(
         reader, encoder, filters, store, base,
         chunk_size=chunks[0], chunk_overlap=chunks[1], incomplete=reader.incomplete, progress=count,
     )  # fmt: skip
+
+
+def _fit(
+    specs: Sequence[FilterSpec], encoder: Encoder, store: Store, base: str, questions: Sequence[str] | None
+) -> list[EmbFilter]:
+    """New fitted filters. One whose collection is there only takes the questions' mean."""
+    from rag_embfilter.fitting import fit
+    from rag_embfilter.store import collection_name
+
+    made = []
+    for spec in specs:
+        embfilter = fit(spec, encoder, store, base, questions)
+        name = collection_name(base, embfilter)
+        if not store.exists(name):
+            made.append(embfilter)
+        elif questions:
+            store.set_query_mean(name, embfilter)
+    return made
 
 
 def _fill(store: Store, base: str, filters: Sequence[EmbFilter], report: IngestReport) -> None:

@@ -188,3 +188,34 @@ def test_evaluate_fits_on_passages_and_says_what_stood_in(llama, tmp_path, capsy
     (page,) = json.loads((tmp_path / "r.json").read_text())["sets"]
     names = [result["filter"] for result in page["results"]]
     assert names == ["raw", "pca-r4", "calibrated-r4", "mean_removed-r1"]
+
+
+def test_new_questions_given_to_ingest_move_the_query_mean_alone(llama, tmp_path, capsys):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for document in DOCUMENTS:
+        (folder / f"{document.id_}.txt").write_text(document.text)
+    arguments = [
+        "ingest",
+        str(folder),
+        "--backbone",
+        str(llama),
+        "--filter-types",
+        "calibrated",
+        "--collection",
+        "c",
+    ]
+    arguments += [
+        "--qdrant-path",
+        str(tmp_path / "q"),
+        "--example-questions",
+        str(tmp_path / "questions.txt"),
+    ]
+    means, fingerprints = [], []
+    for start in (0, 3):
+        (tmp_path / "questions.txt").write_text("\n".join(QUESTIONS[start:]))
+        assert main(arguments) == 0
+        with Store(path=tmp_path / "q") as store:
+            means.append(store.info("c-calibrated-r2").settings["query_mean"])
+            fingerprints.append(store.info("c-calibrated-r2").fingerprint)
+    assert means[0] != means[1] and fingerprints[0] == fingerprints[1]
