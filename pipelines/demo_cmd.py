@@ -44,8 +44,10 @@ def demo(
         _example(evaluation)
     show.out.print(f"\nDone in {time.perf_counter() - start:.0f} s. Search these passages yourself:")
     base = evaluation.results[0].collection.removesuffix("-raw")
+    elsewhere = "" if qdrant_path == options.DEFAULT_PATH else f" --qdrant-path {qdrant_path}"
     show.out.print(
-        f'  {_python()} -m pipelines search "my laptop was stolen" --collection {base}', soft_wrap=True
+        f'  {_python()} -m pipelines search "my laptop was stolen" --collection {base}{elsewhere}',
+        soft_wrap=True,
     )
 
 

@@ -61,6 +61,7 @@ def evaluate(
     """
     from rag_embfilter.eval_set import EvalSet
 
+    options.check_picture(plot)
     sets = [EvalSet.load(folder) for folder in eval_sets]
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype

@@ -14,8 +14,8 @@ BLOCKS = frozenset(
         "form h1 h2 h3 h4 h5 h6 header hr li main ol option p pre section summary table td th tr ul body"
     ).split()
 )
-# Not shown to a reader, or, as menus, the same on every page.
-HIDDEN = frozenset("script style template noscript svg nav head".split())
+# Not shown to a reader.
+HIDDEN = frozenset("script style template noscript svg head".split())
 
 
 class _Page(HTMLParser):
@@ -25,13 +25,17 @@ class _Page(HTMLParser):
         self.title: list[str] = []
         self.hidden = {tag: 0 for tag in HIDDEN}
         self.in_title = False
+        self.menus: list[int] = []  # where open <nav> began
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in HIDDEN:
             self.hidden[tag] += 1
         elif tag == "body":
             self.hidden["head"] = 0  # whose end tag many pages leave out
-        self.in_title = self.in_title or tag == "title"
+        elif tag == "nav":
+            self.menus.append(len(self.parts))
+        if tag == "title" and not self.title and not self.hidden["svg"]:
+            self.in_title = True
         if tag in BLOCKS:
             self.parts.append("\n")
 
@@ -40,6 +44,8 @@ class _Page(HTMLParser):
             self.hidden[tag] = max(0, self.hidden[tag] - 1)
         if tag == "title":
             self.in_title = False
+        if tag == "nav" and self.menus:
+            del self.parts[self.menus.pop() :]  # the same on every page; one that never ends is kept
         if tag in BLOCKS:
             self.parts.append("\n")
 

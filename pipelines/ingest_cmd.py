@@ -209,12 +209,17 @@ def _vanished(store: Store, given: Sequence[Path], reader: SourceReader, names: 
 
     Nothing counts as gone while a folder cannot be listed.
     """
-    folders = [f"{reader.name(folder)}/".removeprefix("./") for folder in given if folder.is_dir()]
+    folders = [reader.name(folder) for folder in given if folder.is_dir()]
     if not folders or reader.unlisted:
         return []
+
+    def below(source: str, folder: str) -> bool:
+        # The root itself is called ".": what lies below it has a relative name.
+        return not source.startswith("/") if folder == "." else source.startswith(f"{folder}/")
+
     stored = set().union(*(store.sources(name) for name in names))
     here = {reader.name(file) for file in reader.files}
-    return sorted(s for s in stored - here if any(s.startswith(folder) for folder in folders))
+    return sorted(s for s in stored - here if any(below(s, folder) for folder in folders))
 
 
 def _remove(store: Store, names: Sequence[str], sources: Sequence[str]) -> int:

@@ -87,6 +87,7 @@ def spectrum(
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.files import write_json
 
+    options.check_picture(plot)
     encoder = Encoder(backbone, "plain", max_length=64, revision=revision)
     counts, source = _counts(encoder, corpus)
     model, found = encoder.backbone, encoder.spectrum()

@@ -219,6 +219,12 @@ def read_config(path: Path) -> Chosen:
         raise ConfigError(f"{str(path)!r} is not what `choose --config` writes ({error}).") from error
 
 
+def check_picture(path: Path | None) -> None:
+    """Refuse a picture's name before any work is done for it."""
+    if path is not None and path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"picture {str(path)!r}: expected a name that ends in .png, .pdf or .svg.")
+
+
 def read_questions(path: Path | None) -> list[str] | None:
     """Questions of a file, one a line; empty lines are passed over."""
     if path is None:

@@ -164,7 +164,12 @@ def _files_below(folder: Path, reader: SourceReader) -> list[Path]:
     walk = os.walk(folder, onerror=note)
     for place, folders, names in walk:
         folders[:] = [name for name in folders if not name.startswith(".")]
+        # A linked folder may lead anywhere, in circles too; it is passed over and counted.
+        reader.skipped += [Path(place, name) for name in folders if Path(place, name).is_symlink()]
         found += [Path(place, name) for name in names if not name.startswith(".")]
+    for file in found:
+        if file.is_symlink() and not file.exists():
+            reader.fail(str(file), "a link that leads nowhere")
     return sorted(file for file in found if file.is_file())
 
 

@@ -382,7 +382,7 @@ def _used_rows(tokenizer: Any, rows: int) -> Tensor:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice from transformers while it loads; errors still surface."""
+    """No advice from transformers while it loads; errors, and the bar of a conversion, still show."""
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     hub_level = hub.level

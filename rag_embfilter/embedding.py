@@ -108,7 +108,7 @@ class EmbFilterEmbedding(BaseEmbedding):
             query_template=self.query_template,
             batch_tokens=self.batch_tokens,
         )
-        self._filter = self._make_filter()
+        self._filter = self._make_filter(settings)
         digest = self.full_fingerprint.digest
         if self.fingerprint not in (None, digest):
             raise FingerprintMismatch(
@@ -140,8 +140,10 @@ class EmbFilterEmbedding(BaseEmbedding):
         settings = {**self.__dict__, "fingerprint": None, **update}
         return type(self)(**settings)
 
-    def _make_filter(self) -> EmbFilter:
+    def _make_filter(self, given: Mapping[str, Any]) -> EmbFilter:
         if self.filter_file is None:
+            if self.query_mean is not None:
+                raise ConfigError("query_mean goes with a filter_file; other filters centre no queries.")
             return EmbFilter.from_encoder(
                 self._encoder, self.filter_type, self.filter_ratio, self.band_start, self.seed
             )
@@ -152,6 +154,12 @@ class EmbFilterEmbedding(BaseEmbedding):
                 f"filter file {self.filter_file!r} was made from another unembedding ({source}) than "
                 f"{self.model_name!r} has ({self._encoder.unembedding_digest()}). Use its own backbone."
             )
+        for name in ("filter_type", "filter_ratio"):
+            if given.get(name) not in (None, getattr(loaded, name)):
+                raise ConfigError(
+                    f"{name} {given[name]!r}: filter file {self.filter_file!r} holds "
+                    f"{getattr(loaded, name)!r}. Leave one of the two out."
+                )
         self.filter_type, self.filter_ratio = loaded.filter_type, loaded.filter_ratio
         self.band_start = None
         return loaded if self.query_mean is None else loaded.with_query_mean(self.query_mean)

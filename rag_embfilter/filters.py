@@ -80,7 +80,12 @@ class EmbFilter:
         matrix = torch.as_tensor(unembedding)
         if matrix.ndim != 2:
             raise ConfigError(f"unembedding of shape {tuple(matrix.shape)}: expected [vocab, hidden].")
-        rows = torch.ones(len(matrix), dtype=torch.bool) if used_rows is None else used_rows
+        every = torch.ones(len(matrix), dtype=torch.bool)
+        rows = every if used_rows is None else torch.as_tensor(used_rows, dtype=torch.bool)
+        if rows.shape != every.shape:
+            raise ConfigError(
+                f"used_rows of shape {tuple(rows.shape)}: expected [{len(matrix)}], one per row."
+            )
         source = Source(
             matrix.shape[1],
             lambda: matrix,

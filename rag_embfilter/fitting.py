@@ -102,6 +102,10 @@ def siblings(
         info = store.info(name)
         if info.made.get("base") != base or info.fingerprint is None:
             continue
+        stored = info.fingerprint.parts
+        if any(stored.get(part) != value for part, value in encoder.fingerprint.parts.items()):
+            others.append(name)
+            continue
         if "filter_file" in info.settings:
             embfilter = store.filter_of(name)
         else:

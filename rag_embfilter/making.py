@@ -198,6 +198,8 @@ def _checked_dim(source: Source, filter_type: str, ratio: int, band_start: int |
 
 
 def _check_band(source: Source, filter_type: str, dim: int, band_start: int) -> None:
+    if isinstance(band_start, bool) or not isinstance(band_start, int | np.integer):
+        raise ConfigError(f"band_start {band_start!r}: expected a whole number.")
     if filter_type != "edge":
         raise ConfigError(f"band_start {band_start}: only `edge` has a band, not {filter_type!r}.")
     if source.blocks > 1:

@@ -129,6 +129,8 @@ def compare(ours: Mapping[str, float], baseline: Mapping[str, float], seed: int 
             f"are given{f', and only one side has {odd}' if odd else ''}."
         )
     queries = sorted(ours)
+    if odd := [q for q in queries if not np.isfinite([ours[q], baseline[q]]).all()]:
+        raise ConfigError(f"the scores of {odd[:5]} are not finite, so nothing can be compared.")
     difference = np.array([ours[q] - baseline[q] for q in queries])
     low, high, p_value = _interval_and_p(difference, seed)
     verdict: Verdict = "no evidence"

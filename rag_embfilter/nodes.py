@@ -169,7 +169,7 @@ def _node(document: Document, index: int, passage: str, span: tuple[int, int], l
         metadata=metadata,
         # Only the passage's text is embedded; LlamaIndex would put the metadata before it.
         excluded_embed_metadata_keys=sorted(metadata),
-        excluded_llm_metadata_keys=sorted(metadata.keys() - {"title"}),
+        excluded_llm_metadata_keys=sorted(metadata),
         start_char_idx=span[0],
         end_char_idx=span[1],
         relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document.id_)},

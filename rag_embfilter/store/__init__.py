@@ -112,15 +112,18 @@ class Store:
         with self._calling() as client:
             return bool(client.collection_exists(name))
 
-    def info(self, name: str) -> CollectionInfo:
-        """What a collection holds and what made it. Raises `StoreError` when there is none of this name."""
+    def info(self, name: str, count: bool = True) -> CollectionInfo:
+        """What a collection holds and what made it. Raises `StoreError` when there is none of this name.
+
+        `count=False` leaves the points uncounted (-1), which is quicker.
+        """
         if not self.exists(name):
             have = self.names()
             listed = ", ".join(have) if have else "none yet"
             raise StoreError(f"collection {name!r} is not in {self.where}. Collections there: {listed}.")
         with self._calling() as client:
             found = client.get_collection(name)
-            points = client.count(name, exact=True).count
+            points = client.count(name, exact=True).count if count else -1
         vectors = found.config.params.vectors
         params = vectors.get(VECTOR) if isinstance(vectors, dict) else None
         if params is None:
@@ -282,10 +285,19 @@ class Store:
 
         Vectors with NaN, Inf or no length are never sent: `EncodingError` names them.
         """
+        self._check_size(name, vectors)
         unit_rows(vectors)
         for points in bounded_points(nodes, vectors):
             with self._calling() as client:
                 client.upsert(name, points, wait=True)
+
+    def _check_size(self, name: str, vectors: FloatArray) -> None:
+        dim = self.info(name, count=False).dim
+        if vectors.ndim != 2 or vectors.shape[1] != dim:
+            raise FingerprintMismatch(
+                f"collection {name!r} holds vectors of {dim} dimensions, these are {vectors.shape}; use the "
+                "filter that the collection was made with."
+            )
 
     def present(self, name: str, ids: Sequence[str]) -> set[str]:
         """Which of these point ids the collection holds."""
@@ -342,6 +354,7 @@ class Store:
         limit: int = 10,
         where: Mapping[str, str] | None = None,
         exact: bool = False,
+        fingerprint: Fingerprint | None = None,
     ) -> list[list[Hit]]:
         """Nearest nodes of each query vector `[n, dim]`, best first.
 
@@ -349,7 +362,15 @@ class Store:
             where: payload fields that must have these values; a number or a truth value is matched
                 both as such and as text.
             exact: compare with every point instead of using the server's index.
+            fingerprint: of the encoder and filter that made the vectors; checked when it is given.
+
+        Raises `StoreError` for an absent collection, `FingerprintMismatch` for vectors of another size or
+        fingerprint.
         """
+        vectors = np.asarray(vectors, dtype=np.float32)
+        if fingerprint is not None:
+            self.require(name, fingerprint, vectors.shape[1], writing=False)
+        self._check_size(name, vectors)
         params = None if self.embedded or not exact else models.SearchParams(exact=True)
         requests = [
             models.QueryRequest(
@@ -360,7 +381,7 @@ class Store:
                 filter=conditions(where),
                 params=params,
             )
-            for vector in np.asarray(vectors, dtype=np.float32)
+            for vector in vectors
         ]
         hits = []
         for start in range(0, len(requests), 64):

@@ -93,6 +93,10 @@ def readable(where: str) -> Iterator[None]:
         raise StoreError(f"Qdrant at {where} answered {error.status_code}: {said}") from error
     except (QdrantException, RpcError) as error:
         raise StoreError(f"Qdrant at {where}: {error or type(error).__name__}. Try again later.") from error
+    except ValueError as error:
+        if "not found" not in str(error):  # the embedded engine's way to say what a server says with 404
+            raise
+        raise StoreError(f"{where}: {error}") from error
     except sqlite3.Error as error:
         raise StoreError(
             f"the embedded store {where!r} failed ({error}). Is its disk full or damaged?"

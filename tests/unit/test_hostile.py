@@ -18,9 +18,25 @@ from safetensors.numpy import load_file, save_file
 
 from pipelines import show
 from pipelines.html_text import title_and_text
-from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, EvalSet, Store, ingest, rank_metrics
+from rag_embfilter import (
+    EmbFilter,
+    EmbFilterEmbedding,
+    Encoder,
+    EvalSet,
+    Store,
+    compare,
+    ingest,
+    rank_metrics,
+)
 from rag_embfilter.backbone import load_backbone
-from rag_embfilter.errors import BackboneError, ConfigError, EncodingError, EvalSetError, StoreError
+from rag_embfilter.errors import (
+    BackboneError,
+    ConfigError,
+    EncodingError,
+    EvalSetError,
+    FingerprintMismatch,
+    StoreError,
+)
 from rag_embfilter.evaluation import eval_base
 from rag_embfilter.files import cache_folder, file_sha256, write_json
 from rag_embfilter.templates import Template
@@ -229,3 +245,61 @@ def test_a_damaged_converted_copy_is_made_again(tmp_path, monkeypatch):
     weights[-100:] = bytes(100)
     (folder / "model.safetensors").write_bytes(weights)
     assert not backbone._intact(folder)
+
+
+def test_the_size_of_vectors_is_checked_on_every_way_in(store, encoder):
+    half, quarter = (EmbFilter.from_encoder(encoder, "edge", ratio) for ratio in (2, 4))
+    ingest([Document(id_="d", text="t")], encoder, [half], store, "c")
+    vectors = quarter.apply(encoder.encode_queries(["t"]))
+    for call in (
+        lambda: store.search("c-edge-r2", vectors),
+        lambda: store.upsert("c-edge-r2", [TextNode(text="t", id_=f"{5:032x}")], vectors),
+    ):
+        with pytest.raises(FingerprintMismatch, match="holds vectors of 16 dimensions, these are"):
+            call()
+    tail = EmbFilter.from_encoder(encoder, "tail", 2)
+    wrong = tail.apply(encoder.encode_queries(["t"]))
+    with pytest.raises(FingerprintMismatch, match="filter_type"):
+        store.search("c-edge-r2", wrong, fingerprint=encoder.fingerprint | tail.fingerprint)
+    for call in (
+        lambda: store.search("zz", vectors),
+        lambda: list(store.stream("zz")),
+        lambda: store.remove("zz", [f"{5:032x}"]),
+        lambda: store.present("zz", [f"{5:032x}"]),
+    ):
+        with pytest.raises(StoreError, match="zz"):
+            call()
+
+
+def test_a_score_that_is_no_number_is_named():
+    scores = {f"q{i}": 0.5 for i in range(30)}
+    with pytest.raises(ConfigError, match="'q7'"):
+        compare({**scores, "q7": float("nan")}, scores)
+
+
+def test_used_rows_and_bands_of_other_kinds(encoder):
+    matrix = encoder.backbone.unembedding
+    used = encoder.backbone.used_rows
+    expected = EmbFilter.from_unembedding(matrix, used_rows=used).matrix
+    for rows in (used.numpy(), used.tolist()):
+        np.testing.assert_array_equal(EmbFilter.from_unembedding(matrix, used_rows=rows).matrix, expected)
+    with pytest.raises(ConfigError, match="one per row"):
+        EmbFilter.from_unembedding(matrix, used_rows=used[:5])
+    for band in (1.5, "1", True):
+        with pytest.raises(ConfigError, match="expected a whole number"):
+            EmbFilter.from_unembedding(matrix, band_start=band)
+
+
+def test_settings_that_would_be_ignored_are_refused(llama, encoder, tmp_path):
+    EmbFilter.from_encoder(encoder, "tail", 4).save(tmp_path / "f")
+    with pytest.raises(ConfigError, match="query_mean goes with a filter_file"):
+        EmbFilterEmbedding(model_name=str(llama), query_mean=[0.0] * 32)
+    with pytest.raises(ConfigError, match="filter_type 'edge': filter file .* holds 'tail'"):
+        EmbFilterEmbedding(model_name=str(llama), filter_file=str(tmp_path / "f"), filter_type="edge")
+
+
+def test_only_the_pages_own_title_counts_and_an_endless_menu_hides_nothing():
+    page = (
+        "<title>Pay</title><body><svg><title>Icon</title></svg><nav>menu</nav><p>text</p><nav>open<p>more</p>"
+    )
+    assert title_and_text(page) == ("Pay", "text\nopen\nmore")

@@ -359,7 +359,8 @@ def test_links_are_named_by_what_they_point_to_and_linked_folders_are_not_walked
     (folder / "dangling.txt").symlink_to(folder / "nowhere.txt")
     documents, reader = read(folder, root=tmp_path)
     assert [d.metadata["source"] for d in documents] == ["docs/a.txt", "else/real.txt"]
-    assert reader.failed == []
+    assert reader.failed == [(f"{folder}/dangling.txt", "a link that leads nowhere")]
+    assert reader.skipped == [folder / "loop"]
 
 
 def test_a_file_outside_root_is_refused_before_anything_is_read(tmp_path):

@@ -78,3 +78,35 @@ def test_a_sibling_of_other_settings_is_left_alone_and_named(run, tmp_path):
     code, _, err = run()
     assert code == 0 and "c-edge-r4 was made with other settings" in err
     assert len(_texts(tmp_path, "c-edge-r2")) == 3
+
+
+def test_pruning_below_a_root_spares_sources_named_otherwise(run, tmp_path):
+    run()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "d.txt").write_text("text of d")
+    (tmp_path / "more" / "e.txt").write_text("text of e")
+    run("--root", str(tmp_path / "more"), folder="more")
+    (tmp_path / "more" / "e.txt").unlink()
+    code, out, _ = run("--root", str(tmp_path / "more"), "--prune", folder="more")
+    assert code == 0 and "1 sources are no longer there" in out
+    assert _texts(tmp_path, "c-raw") == ["text of a", "text of b", "text of c", "text of d"]
+
+
+def test_a_sibling_of_another_backbone_does_not_stop_a_run(run, tmp_path):
+    from tests import tiny
+
+    wide = tiny.save_model(tmp_path / "wide", hidden_size=96)
+    run("--filter-types", "edge", "--filter-ratios", "64", "--no-raw", "--backbone", str(wide))
+    code, _, err = run("--template", "plain", "echo", "--filter-types", "tail")
+    assert code == 0 and "c-edge-r64 was made with other settings" in err
+
+
+def test_links_are_followed_to_files_and_named_otherwise(run, tmp_path):
+    (tmp_path / "outside.txt").write_text("text of outside")
+    (run.docs / "link.txt").symlink_to(tmp_path / "outside.txt")
+    (run.docs / "broken.txt").symlink_to(tmp_path / "nowhere.txt")
+    (run.docs / "circle").symlink_to(run.docs)
+    code, out, err = run()
+    assert code == 1 and "broken.txt: a link that leads nowhere" in err
+    assert "1 files of other types passed over" in out
+    assert len(_texts(tmp_path, "c-raw")) == 4
