@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ IDENTITY_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt", "*.jin
 # Backbones in memory; a second encoder of the same one shares it.
 _LOADED: WeakValueDictionary[tuple[Any, ...], Backbone] = WeakValueDictionary()
 CHECKSUM = "model.sha256"
+GGUF_PADDING = re.compile(r"\[PAD\d+\]")  # how a GGUF names rows that no token uses
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -375,7 +377,8 @@ def _probe(causal_lm: PreTrainedModel, base: PreTrainedModel, name: str) -> None
 def _used_rows(tokenizer: Any, rows: int) -> Tensor:
     """Which rows of the unembedding a token can stand for: many models pad their vocabulary."""
     used = torch.zeros(rows, dtype=torch.bool)
-    ids = torch.tensor(sorted(tokenizer.get_vocab().values()))
+    tokens = tokenizer.get_vocab().items()
+    ids = torch.tensor(sorted(i for token, i in tokens if not GGUF_PADDING.fullmatch(token)))
     used[ids[ids < rows]] = True
     return used
 

@@ -30,6 +30,16 @@ def test_rows_without_a_token_are_not_used(llama):
     assert backbone.used_rows.tolist() == [True] * tokens + [False] * tiny.PADDED_ROWS
 
 
+def test_rows_that_a_gguf_fills_up_with_padding_tokens_are_not_used(tmp_path):
+    folder = tiny.save_model(tmp_path / "m")
+    tokenizer = tiny.tokenizer()
+    tokens = len(tokenizer)
+    tokenizer.add_tokens([f"[PAD{tokens + i}]" for i in range(5)] + ["[PADDED]"])
+    tokenizer.save_pretrained(folder)
+    used = load_backbone(str(folder), device="cpu").used_rows.tolist()
+    assert used[: tokens + 6] == [True] * tokens + [False] * 5 + [True]
+
+
 def test_identity_follows_the_content_not_the_path(tmp_path, llama):
     here = load_backbone(str(llama), device="cpu")
     shutil.copytree(llama, tmp_path / "elsewhere")
