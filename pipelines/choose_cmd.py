@@ -84,7 +84,7 @@ def _pseudo(path: Path) -> EvalSet:
 
 
 def _settings(chosen: Candidate, backbone: str, revision: str | None, max_length: int) -> dict[str, object]:
-    """The choice as arguments of `EmbFilterEmbedding`, by name."""
+    """The choice, as `ingest --config` reads it."""
     template = chosen.templates[0] if len(chosen.templates) == 1 else list(chosen.templates)
     settings = {
         "model_name": backbone,
@@ -93,6 +93,7 @@ def _settings(chosen: Candidate, backbone: str, revision: str | None, max_length
         "max_length": max_length,
         "filter_type": chosen.spec.filter_type,
         "filter_ratio": chosen.spec.filter_ratio,
+        "keep": chosen.spec.keep if chosen.spec.filter_type == "calibrated" else None,
     }
     return {key: value for key, value in settings.items() if value is not None}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines import options, show
-from rag_embfilter.recipes import RECIPES
+from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -82,6 +82,7 @@ def ingest(
             rich_help_panel=READING,
         ),
     ] = False,
+    keep: options.Keep = DEFAULT_KEEP,
     example_questions: options.ExampleQuestions = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
@@ -104,15 +105,13 @@ def ingest(
     if config is not None:
         chosen = options.read_config(config)
         backbone, revision, template = chosen.model_name, chosen.revision, chosen.templates
-        max_length, filter_types, filter_ratios = (
-            chosen.max_length,
-            [chosen.filter_type],
-            [chosen.filter_ratio],
-        )
+        filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
+        max_length, keep = chosen.max_length, chosen.keep
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )
-    filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw or _fits(filter_types))
+    with_raw = raw or _fits(filter_types)
+    filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, with_raw, keep)
     questions = options.read_questions(example_questions)
     with (
         options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store,

@@ -99,7 +99,7 @@ Config = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="What `choose --config` wrote, instead of backbone, template, max-length and filter.",
+        help="What `choose --config` wrote, instead of backbone, template, max-length, filter and keep.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -207,6 +207,7 @@ class Chosen:
     filter_type: str
     filter_ratio: int
     revision: str | None = None
+    keep: float = DEFAULT_KEEP
 
 
 def read_config(path: Path) -> Chosen:

@@ -101,7 +101,7 @@ def refilter(store: Store, source: str, targets: Mapping[str, EmbFilter]) -> dic
         source: full name of the raw collection.
         targets: full name -> filter; the collections exist (`Store.create`).
 
-    Returns: points written by name. Raises `EncodingError` for vectors that a filter removes entirely.
+    Returns: points written by name. Vectors that a filter removes entirely are left out and logged.
     """
     written = dict.fromkeys(targets, 0)
     held = store.info(source).points
@@ -111,9 +111,18 @@ def refilter(store: Store, source: str, targets: Mapping[str, EmbFilter]) -> dic
         for name, embfilter in behind.items():
             present = store.present(name, ids)
             missing = [i for i, point in enumerate(ids) if point not in present]
+            if not missing:
+                continue
+            try:
+                filtered = embfilter.apply(vectors[missing])
+            except EncodingError as error:
+                assert error.embeddings is not None
+                logger.warning("%s: %s", name, error)
+                filtered = np.delete(error.embeddings, list(error.problems), axis=0)
+                missing = [i for row, i in enumerate(missing) if row not in error.problems]
             if missing:
-                store.upsert(name, [nodes[i] for i in missing], embfilter.apply(vectors[missing]))
-                written[name] += len(missing)
+                store.upsert(name, [nodes[i] for i in missing], filtered)
+            written[name] += len(missing)
     return written
 
 
@@ -224,7 +233,8 @@ def _write(run: _Run, nodes: list[TextNode], progress: Callable[[int], None] | N
         except EncodingError as error:
             filtered = _without_failed(run, missing, error)
             missing = [node for i, node in enumerate(missing) if i not in error.problems]
-        run.store.upsert(name, missing, filtered)
+        if missing:
+            run.store.upsert(name, missing, filtered)
 
 
 def _raw_vectors(

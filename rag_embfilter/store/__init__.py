@@ -110,7 +110,9 @@ class Store:
     def exists(self, name: str) -> bool:
         """Whether there is a collection or an alias of this name."""
         with self._calling() as client:
-            return bool(client.collection_exists(name))
+            if client.collection_exists(name):
+                return True
+            return any(alias.alias_name == name for alias in client.get_aliases().aliases)
 
     def info(self, name: str, count: bool = True) -> CollectionInfo:
         """What a collection holds and what made it. Raises `StoreError` when there is none of this name.
@@ -283,7 +285,8 @@ class Store:
     def upsert(self, name: str, nodes: Sequence[TextNode], vectors: FloatArray) -> None:
         """Write nodes with their vectors `[n, dim]`; a node that is there already is replaced.
 
-        Vectors with NaN, Inf or no length are never sent: `EncodingError` names them.
+        Vectors with NaN, Inf or no length are never sent: `EncodingError` names them. Raises
+        `FingerprintMismatch` for another size than the collection's, `StoreError` when there is none.
         """
         self._check_size(name, vectors)
         unit_rows(vectors)

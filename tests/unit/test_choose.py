@@ -150,12 +150,12 @@ def test_the_command_its_config_and_ingesting_with_it(llama, tmp_path, capsys):
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["candidates"]) == 12 and result["too_few_questions"]
     config = json.loads((tmp_path / "c.json").read_text())
-    config |= {"template": ["plain", "echo"], "filter_type": "calibrated", "filter_ratio": 4}
+    config |= {"template": ["plain", "echo"], "filter_type": "calibrated", "filter_ratio": 4, "keep": 1}
     (tmp_path / "c.json").write_text(json.dumps(config))
     ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]
     store = ["--qdrant-path", str(tmp_path / "q"), "--config", str(tmp_path / "c.json")]
     assert main([*ingest, *store]) == 0
-    assert "c-calibrated-r4" in capsys.readouterr().out
+    assert "c-calibrated-r4-k1" in capsys.readouterr().out
     (tmp_path / "c.json").write_text("[]")
     assert main([*ingest, *store]) == 1
     assert "not what `choose --config` writes" in capsys.readouterr().err

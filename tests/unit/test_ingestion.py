@@ -8,6 +8,7 @@ from llama_index.core.schema import Document
 
 from rag_embfilter import EmbFilter, Encoder, ingest
 from rag_embfilter.errors import ConfigError
+from rag_embfilter.ingestion import refilter
 from tests import tiny
 
 
@@ -213,3 +214,26 @@ def test_progress_counts_every_node_once(store, encoder, filters):
         seen = []
         ingest(_corpus(a="alpha", b="beta", c=""), encoder, filters, store, "c", progress=seen.append)
         assert sum(seen) == 2
+
+
+def test_refilter_leaves_out_what_a_filter_removes_and_brings_the_rest(store, encoder, filters, monkeypatch):
+    direction = encoder.spectrum().directions[0]  # removed by edge
+
+    def forced(texts, **kwargs):
+        return np.stack([direction if text == "gone" else np.roll(direction, 1) for text in texts])
+
+    monkeypatch.setattr(encoder, "encode_documents", forced)
+    ingest(_corpus(a="alpha", b="gone"), encoder, filters[:1], store, "c")
+    store.create("c-edge-r2", encoder, filters[1], "c")
+    assert refilter(store, "c-raw", {"c-edge-r2": filters[1]}) == {"c-edge-r2": 1}
+    assert [c[0] for c in _contents(store, "c-edge-r2")] == ["a"]
+
+
+def test_a_window_that_a_filter_removes_whole_is_reported(store, encoder, filters, monkeypatch):
+    direction = encoder.spectrum().directions[0]
+    monkeypatch.setattr(
+        encoder, "encode_documents", lambda texts, **kwargs: np.stack([direction] * len(texts))
+    )
+    report = ingest(_corpus(a="gone"), encoder, filters[:2], store, "c")
+    assert [document for document, _ in report.failed] == ["a"]
+    assert (store.info("c-raw").points, store.info("c-edge-r2").points) == (1, 0)
