@@ -14,8 +14,13 @@ from rag_embfilter.evaluation import Evaluation, FilterResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from rag_embfilter.lens import Reading
 
 INK, GRID, RAW = "#1f2933", "#e4e7eb", "#9aa5b1"
+# For tokens and titles in other scripts, where one is installed.
+WIDE_FONTS = ("Noto Sans CJK KR", "Noto Sans CJK JP", "Nanum Gothic", "WenQuanYi Zen Hei", "Arial Unicode MS")
 COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c")
 
 
@@ -24,7 +29,8 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
     columns = min(3, len(evaluations))
     rows = -(-len(evaluations) // 3)
     size = (5.6 * columns if len(evaluations) > 1 else 7.2, 4.2 * rows)
-    with _figure(rows, columns, size, path) as axes:
+    with _figure(size, path) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(evaluations) :]:
             axis.remove()
         for axis, evaluation in zip(axes.flat, evaluations, strict=False):
@@ -32,14 +38,17 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
 
 
 @contextmanager
-def _figure(rows: int, columns: int, size: tuple[float, float], path: Path) -> Iterator[NDArray[Any]]:
-    """The axes of a figure that is written to `path` when the block ends."""
+def _figure(size: tuple[float, float], path: Path) -> Iterator[Figure]:
+    """A figure that is written to `path` when the block ends."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.font_manager import fontManager
 
+    installed = {font.name for font in fontManager.ttflist}
     style: dict[Any, Any] = {
+        "font.family": ["DejaVu Sans", *(font for font in WIDE_FONTS if font in installed)],
         "font.size": 10,
         "axes.edgecolor": GRID,
         "text.color": INK,
@@ -48,9 +57,9 @@ def _figure(rows: int, columns: int, size: tuple[float, float], path: Path) -> I
         "ytick.color": INK,
     }
     with mpl.rc_context(style):
-        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        figure = plt.figure(figsize=size, layout="constrained")
         try:
-            yield axes
+            yield figure
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150, metadata={"Software": None})
         finally:
@@ -135,8 +144,8 @@ def _by_type(results: Sequence[FilterResult]) -> Mapping[str, list[FilterResult]
 
 def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path: Path) -> None:
     """Draw the spectroscopy response of each direction, one smoothed curve per group of tokens."""
-    with _figure(1, 1, (7.6, 4.2), path) as axes:
-        axis = axes[0, 0]
+    with _figure((7.6, 4.2), path) as figure:
+        axis = figure.subplots()
         for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
             width = max(1, len(curve) // 96)
             smooth = np.convolve(
@@ -149,3 +158,56 @@ def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path:
         axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axis.legend(frameon=False, fontsize=9)
         _plain_look(axis)
+
+
+def lens_panels(
+    texts: Sequence[str],
+    readings: Mapping[str, Sequence[Reading]],
+    shares: Mapping[str, float],
+    frequent: set[int],
+    title: str,
+    path: Path,
+) -> None:
+    """Draw each text's strongest tokens, a panel per filter, and the share of frequent tokens over all."""
+    top = max((len(each.tokens) for found in readings.values() for each in found), default=0)
+    heights = [0.24 * top + 1.0] * len(texts) + [0.3 * len(shares) + 0.7]
+    with _figure((max(7.6, 2.6 * len(readings)), sum(heights)), path) as figure:
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        heading: dict[str, Any] = {"x": 0.01, "ha": "left", "fontweight": "bold", "fontsize": 11}
+        for row, text in enumerate(texts):
+            parts[row].suptitle(_plain(text if len(text) < 90 else f"{text[:87]}..."), **heading)
+            axes = parts[row].subplots(1, len(readings), squeeze=False)[0]
+            for axis, (name, found) in zip(axes, readings.items(), strict=True):
+                _tokens(axis, found[row], frequent, name)
+        parts[-1].suptitle(_plain(f"Frequent tokens among the strongest: {title}"), **heading)
+        _shares(parts[-1].subplots(), shares)
+
+
+def _tokens(axis: Axes, reading: Reading, frequent: set[int], name: str) -> None:
+    """Bars of an embedding's strongest tokens; frequent ones in another colour."""
+    colours = [COLOURS[1] if token in frequent else COLOURS[0] for token in reading.ids]
+    places = range(len(reading.tokens), 0, -1)
+    axis.barh(places, reading.logits, color=colours, height=0.72)
+    axis.set_yticks(places, [_plain(repr(token)) for token in reading.tokens], fontsize=9)
+    axis.set_xticks([])
+    axis.set_title(_plain(name), loc="left", fontsize=10, color="#52606d")
+    axis.set_xlim(left=0)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+
+
+def _shares(axis: Axes, shares: Mapping[str, float]) -> None:
+    places = range(len(shares), 0, -1)
+    percent = [100 * share for share in shares.values()]
+    bars = axis.barh(places, percent, color=COLOURS[1], height=0.6)
+    axis.bar_label(bars, [f"{value:.0f}%" for value in percent], padding=4, color=INK, fontsize=9)
+    axis.set_yticks(places, list(shares))
+    axis.set_xlim(0, max(*percent, 10) * 1.15)
+    axis.set_xticks([])
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+
+
+def _plain(text: str) -> str:
+    """Text as it is: a dollar sign starts no formula."""
+    return text.replace("$", r"\$")

@@ -12,7 +12,6 @@ from rag_embfilter.backbone import Backbone
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.eval_set import EvalSet, Passage
-from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fitting import SENTENCE_END, FilterSpec
 from rag_embfilter.metrics import MIN_QUERIES, Comparison, compare, rank_metrics
 
@@ -108,7 +107,7 @@ def candidates(
             encoder = Encoder(backbone, list(group), max_length=max_length)
             passages, asked, examples = (_joined([embedded[t][i] for t in group]) for i in range(3))
             for spec in wanted:
-                embfilter = _made(encoder, spec, passages, examples)
+                embfilter = spec.make(encoder, passages, examples)
                 run = _run(eval_set, embfilter.apply(passages), embfilter.apply(asked, role="query"))
                 found = rank_metrics(eval_set.qrels, run).per_query["ndcg_at_10"]
                 own = scores.setdefault((group, spec), {})
@@ -207,20 +206,6 @@ def _encode(
 def _joined(parts: Sequence[FloatArray]) -> FloatArray:
     """Unit vectors per template as one encoder of all of them makes them."""
     return np.hstack(parts) / np.float32(np.sqrt(len(parts)))
-
-
-def _made(encoder: Encoder, spec: FilterSpec, passages: FloatArray, examples: FloatArray) -> EmbFilter:
-    if not spec.fitted:
-        return EmbFilter.from_encoder(encoder, spec.filter_type, spec.filter_ratio)
-    return EmbFilter.from_encoder(
-        encoder,
-        spec.filter_type,
-        spec.filter_ratio,
-        corpus=passages,
-        queries=examples,
-        keep=spec.keep,
-        shrinkage=spec.shrinkage,
-    )
 
 
 def _run(eval_set: EvalSet, passages: FloatArray, asked: FloatArray) -> dict[str, list[str]]:

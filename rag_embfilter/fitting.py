@@ -13,6 +13,7 @@ from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import StoreError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Part
+from rag_embfilter.making import Embeddings, FloatArray
 from rag_embfilter.recipes import DEFAULT_KEEP, DEFAULT_SHRINKAGE, RECIPES
 from rag_embfilter.store import Store, collection_name
 
@@ -35,6 +36,22 @@ class FilterSpec:
     def fitted(self) -> bool:
         """Whether it needs a corpus."""
         return self.filter_type in RECIPES and RECIPES[self.filter_type].fitted
+
+    def make(
+        self, encoder: Encoder, corpus: Embeddings | None = None, queries: FloatArray | None = None
+    ) -> EmbFilter:
+        """The filter itself; `corpus` and `queries` as `EmbFilter.from_encoder` takes them."""
+        if not self.fitted:
+            return EmbFilter.from_encoder(encoder, self.filter_type, self.filter_ratio)
+        return EmbFilter.from_encoder(
+            encoder,
+            self.filter_type,
+            self.filter_ratio,
+            corpus=corpus,
+            queries=queries,
+            keep=self.keep,
+            shrinkage=self.shrinkage,
+        )
 
 
 def fit(
@@ -76,15 +93,7 @@ def fit(
             len(texts),
         )
         given = encoder.encode_queries(texts)
-    return EmbFilter.from_encoder(
-        encoder,
-        spec.filter_type,
-        spec.filter_ratio,
-        corpus=(vectors for _, vectors in store.stream(source)),
-        queries=given,
-        keep=spec.keep,
-        shrinkage=spec.shrinkage,
-    )
+    return spec.make(encoder, (vectors for _, vectors in store.stream(source)), given)
 
 
 def siblings(
@@ -119,15 +128,20 @@ def siblings(
 
 def stand_in_questions(passages: Iterable[str], n: int = STAND_INS, seed: int = 0) -> list[str]:
     """First sentences of `n` passages drawn at random from a stream, for when nobody has questions yet."""
-    rng = np.random.default_rng(seed)
-    drawn: list[str] = []
-    for i, passage in enumerate(passages):
-        if len(drawn) < n:
-            drawn.append(passage)
-        elif (place := int(rng.integers(i + 1))) < n:  # each passage with equal chance
-            drawn[place] = passage
-    firsts = (SENTENCE_END.split(passage.strip(), maxsplit=1)[0] for passage in drawn)
+    firsts = (SENTENCE_END.split(p.strip(), maxsplit=1)[0] for p in sample(passages, n, seed))
     return [first for first in firsts if first.strip()]
+
+
+def sample(texts: Iterable[str], n: int, seed: int = 0) -> list[str]:
+    """At most `n` texts of a stream, each with equal chance, in their order, in one pass."""
+    rng = np.random.default_rng(seed)
+    drawn: list[tuple[int, str]] = []
+    for i, text in enumerate(texts):
+        if len(drawn) < n:
+            drawn.append((i, text))
+        elif (place := int(rng.integers(i + 1))) < n:
+            drawn[place] = (i, text)
+    return [text for _, text in sorted(drawn)]
 
 
 def _name(spec: FilterSpec) -> str:

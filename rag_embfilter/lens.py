@@ -6,19 +6,22 @@ embeddings of causal LMs lean on frequent, meaningless tokens; the lens shows ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from rag_embfilter.backbone import Backbone
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter
 
 FloatArray = NDArray[np.float32]
 TOP = 10
+VECTORS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,20 @@ def read(
     if embfilter is not None:
         back = np.linalg.pinv(embfilter.matrix.astype(np.float64)).T
         vectors = (embfilter.apply(vectors, normalize=False) @ back).astype(np.float32)
-    logits = torch.from_numpy(vectors) @ backbone.unembedding.to(torch.float32).T
-    logits[:, ~backbone.used_rows] = -torch.inf
-    values, ids = logits.topk(top, dim=1)
     return [
         Reading(tuple(shown(encoder, i) for i in row), tuple(row), tuple(strengths))
-        for row, strengths in zip(ids.tolist(), values.tolist(), strict=True)
+        for row, strengths in _strongest(backbone, torch.from_numpy(vectors), top)
     ]
+
+
+def _strongest(backbone: Backbone, vectors: Tensor, top: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Ids and logits of each vector's strongest tokens; a corpus's logits are never all held."""
+    unembedding = backbone.unembedding.to(torch.float32).T
+    for part in vectors.split(VECTORS_AT_ONCE):
+        logits = part @ unembedding
+        logits[:, ~backbone.used_rows] = -torch.inf
+        values, ids = logits.topk(top, dim=1)
+        yield from zip(ids.tolist(), values.tolist(), strict=True)
 
 
 def frequent_share(readings: Sequence[Reading], frequent: NDArray[np.int64]) -> float:

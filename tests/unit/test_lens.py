@@ -10,10 +10,13 @@ import torch
 import transformers
 
 from pipelines.app import main
+from pipelines.texts import texts_of
 from rag_embfilter import EmbFilter, Encoder
 from rag_embfilter.errors import ConfigError
+from rag_embfilter.fitting import sample
 from rag_embfilter.lens import Reading, frequent_share, read
 from rag_embfilter.penalty import frequency_penalty
+from rag_embfilter.spectroscopy import token_counts
 from rag_embfilter.spectrum import Spectrum
 from tests import tiny
 
@@ -88,9 +91,64 @@ def test_the_lens_command(llama, tmp_path, capsys):
     arguments = ["lens", "Paris", "로마", "--backbone", str(llama), "--filter-ratios", "2", "4", "--top", "3"]
     assert main([*arguments, "--json", str(tmp_path / "l.json")]) == 0
     out = capsys.readouterr().out
-    assert "raw" in out and "edge-r4" in out and "100 most frequent tokens (vocabulary order)" in out
+    assert "raw" in out and "edge-r4" in out and "(these texts; frequencies: vocabulary order)" in out
     result = json.loads((tmp_path / "l.json").read_text())
     assert [len(reading["tokens"]) for reading in result["readings"]["edge-r2"]] == [3, 3]
+
+
+def test_the_lens_over_a_corpus(llama, tmp_path, capsys):
+    lines = [json.dumps({"_id": str(i), "title": "Rome", "text": f"the cat of {i}"}) for i in range(40)]
+    (tmp_path / "passages.jsonl").write_text("\n".join(lines))
+    arguments = ["lens", "--backbone", str(llama), "--passages", str(tmp_path / "passages.jsonl")]
+    more = ["--top", "3", "--filter-types", "edge", "calibrated", "--sample", "35", "--template", "plain"]
+    files = ["--plot", str(tmp_path / "l.png"), "--json", str(tmp_path / "l.json")]
+    assert main([*arguments, *more, *files]) == 0
+    assert "35 passages of passages.jsonl; frequencies: passages.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    shares = json.loads((tmp_path / "l.json").read_text())["frequent_share"]
+    assert list(shares) == ["raw", "edge-r2", "calibrated-r2"]
+    encoder = Encoder(str(llama), "plain")
+    texts = [f"Rome the cat of {i}" for i in range(40)]
+    counts = token_counts(encoder.backbone.tokenizer, texts, len(encoder.backbone.unembedding))
+    common = set(np.argsort(-np.where(encoder.backbone.used_rows, counts, -1), kind="stable")[:100])
+    raw = encoder.encode_documents(sample(texts, 35))
+    logits = raw @ encoder.backbone.unembedding.float().numpy().T
+    logits[:, ~encoder.backbone.used_rows.numpy()] = -np.inf
+    expected = np.mean([token in common for row in np.argsort(-logits)[:, :3] for token in row])
+    assert shares["raw"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("", [], "holds no text to look at"),
+        ("[1]\n", [], "line 1 is not a passage"),
+        ('{"_id": "a"}\n', [], "line 1 is not a passage"),
+        ("{broken\n", [], "line 1 is not a passage"),
+        (None, [], "is not there; expected a text file"),
+        ('{"_id": "a", "text": "one"}', ["--filter-types", "calibrated"], "was given 1 passages"),
+    ],
+)
+def test_a_corpus_that_cannot_be_looked_at(llama, tmp_path, capsys, content, arguments, message):
+    file = tmp_path / "p.jsonl"
+    if content is not None:
+        file.write_text(content)
+    assert main(["lens", "--backbone", str(llama), "--passages", str(file), *arguments]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_nothing_to_look_at(llama, capsys):
+    assert main(["lens", "--backbone", str(llama)]) == 1
+    assert "there is no text to look at" in capsys.readouterr().err
+    assert main(["lens", "Paris", "--backbone", str(llama), "--filter-types", "pca"]) == 1
+    assert "pca is fitted on a corpus; give --passages" in capsys.readouterr().err
+
+
+def test_texts_of_lines_and_of_an_eval_sets_folder(tmp_path):
+    (tmp_path / "lines.txt").write_text("\ufeffone\n\n  two \n", encoding="utf-8")
+    assert list(texts_of(tmp_path / "lines.txt")) == ["one", "two"]
+    (tmp_path / "corpus.jsonl").write_text('{"text": "b", "title": "a"}\n\n{"text": "c", "title": null}\n')
+    assert list(texts_of(tmp_path)) == ["a b", "c"]
 
 
 def test_the_spectrum_command(llama, tmp_path, capsys):
