@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines import options, show
+from rag_embfilter.config import Config
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.recipes import DEFAULT_KEEP
 
 if TYPE_CHECKING:
-    from rag_embfilter.choose import Candidate, Choice
+    from rag_embfilter.choose import Candidate, Choice, Grid
     from rag_embfilter.eval_set import EvalSet
+
+EXAMPLES = 100  # questions that a configuration carries at most
 
 
 @show.guarded
@@ -25,6 +29,10 @@ def choose(
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
     template: options.Templates = ["prompteol", "echo"],  # noqa: B006 - typer copies it
+    pooling: Annotated[
+        list[str],
+        typer.Option(help="Poolings to try besides the template's own, last or mean; they cost no pass."),
+    ] = [],  # noqa: B006 - typer copies it
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -36,7 +44,8 @@ def choose(
         bool, typer.Option(help="No labels: titles, or first sentences, ask for the rest of their passage.")
     ] = False,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the choice for `ingest --config`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the choice, for `ingest` and EmbFilterEmbedding."),
     ] = None,
     json_file: options.JsonFile = None,
 ) -> None:
@@ -50,24 +59,26 @@ def choose(
     from rag_embfilter.backbone import load_backbone
     from rag_embfilter.eval_set import EvalSet
     from rag_embfilter.files import write_json
+    from rag_embfilter.fitting import sample
 
     loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
     model = load_backbone(backbone, revision, device, dtype)
     groups = [[each] for each in template] + ([template] if len(template) > 1 else [])
     specs = options.filter_specs(filter_types, filter_ratios, keep)
+    questions = options.read_questions(example_questions)
     texts = sum(len(s.corpus) + len(s.queries) for s in loaded) * len(template)
     with show.progress_bar() as progress:
         task = progress.add_task("encoding", total=texts, unit="texts")
-        grid = choosing.candidates(
-            model, loaded, groups, specs, options.read_questions(example_questions), max_length,
-            lambda n: progress.advance(task, n),
-        )  # fmt: skip
-    choice = choosing.choose(grid)
+        grid = choosing.Grid(
+            model, loaded, groups, pooling, questions, max_length, lambda n: progress.advance(task, n)
+        )
+    choice = choosing.choose(grid.candidates(specs))
     _print(choice, loaded, pseudo)
-    settings = _settings(choice.chosen, backbone, revision, max_length)
+    if questions is None and not pseudo:
+        questions = sample([q for each in loaded for q in each.queries.values()], EXAMPLES)
+    settings = _config(choice.chosen, backbone, revision, max_length, questions or [])
     if config is not None:
-        write_json(config, settings)
-        show.out.print(f"Config, for `ingest --config`: {show.escape(str(config))}", soft_wrap=True)
+        _write(config, settings, grid, choice.chosen)
     if json_file is not None:
         write_json(json_file, _json(choice, settings, loaded, pseudo))
 
@@ -83,19 +94,35 @@ def _pseudo(path: Path) -> EvalSet:
     return pseudo_set(path.resolve().stem, load_corpus(file))
 
 
-def _settings(chosen: Candidate, backbone: str, revision: str | None, max_length: int) -> dict[str, object]:
-    """The choice, as `ingest --config` reads it."""
-    template = chosen.templates[0] if len(chosen.templates) == 1 else list(chosen.templates)
-    settings = {
-        "model_name": backbone,
-        "revision": revision,
-        "template": template,
-        "max_length": max_length,
-        "filter_type": chosen.spec.filter_type,
-        "filter_ratio": chosen.spec.filter_ratio,
-        "keep": chosen.spec.keep if chosen.spec.filter_type == "calibrated" else None,
-    }
-    return {key: value for key, value in settings.items() if value is not None}
+def _config(
+    chosen: Candidate, backbone: str, revision: str | None, max_length: int, questions: list[str]
+) -> Config:
+    """The choice as a configuration; a calibrated one carries example questions."""
+    templates, spec = chosen.words.templates, chosen.spec
+    return Config(
+        model_name=backbone,
+        template=templates[0] if len(templates) == 1 else list(templates),
+        filter_type=spec.filter_type,
+        filter_ratio=spec.filter_ratio,
+        max_length=max_length,
+        revision=revision,
+        pooling=chosen.words.pooling,
+        keep=spec.keep,
+        example_questions=tuple(questions) if spec.filter_type == "calibrated" else (),
+    )
+
+
+def _write(path: Path, settings: Config, grid: Grid, chosen: Candidate) -> None:
+    """Write a configuration, and beside it the filter when it is a fitted one."""
+    if chosen.spec.fitted:
+        file = path.with_suffix(".safetensors")
+        grid.fit(chosen).save(file)
+        settings = replace(settings, filter_file=file.name)
+    settings.write(path)
+    show.out.print(
+        f"Config, for `ingest --config` and EmbFilterEmbedding.from_config: {show.escape(str(path))}",
+        soft_wrap=True,
+    )
 
 
 def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
@@ -107,7 +134,7 @@ def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
         [
             f"[green]{show.escape(c.name)}[/]" if c is choice.chosen else show.escape(c.name),
             str(c.dim),
-            str(len(c.templates)),
+            str(len(c.words.templates)),
             f"{100 * c.mean():.1f}",
         ]
         for c in top
@@ -131,9 +158,7 @@ def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
     show.out.print(f"Recommended: [green]{name}[/] ({choice.chosen.dim} dimensions): {better}.")
 
 
-def _json(
-    choice: Choice, settings: dict[str, object], sets: list[EvalSet], pseudo: bool
-) -> dict[str, object]:
+def _json(choice: Choice, settings: Config, sets: list[EvalSet], pseudo: bool) -> dict[str, object]:
     from pipelines.results import environment
 
     return environment() | {
@@ -141,7 +166,7 @@ def _json(
         "pseudo_questions": pseudo,
         "too_few_questions": choice.too_few,
         "chosen": choice.chosen.name,
-        "config": settings,
+        "config": vars(settings),
         "held_out": vars(choice.held_out),
         "held_out_mean": choice.held_out_mean,
         "held_out_best": choice.held_out_best,
@@ -153,7 +178,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
     return {
         "name": candidate.name,
         "dim": candidate.dim,
-        "passes": len(candidate.templates),
+        "passes": len(candidate.words.templates),
         "ndcg_at_10": candidate.mean(),
         "per_query": dict(candidate.scores),
     }

@@ -97,22 +97,25 @@ def ingest(
     end, and the rest is ingested; the exit code is then 1.
     """
     from pipelines.readers import ReadOptions, open_sources
+    from rag_embfilter.config import Config
     from rag_embfilter.fitting import siblings
     from rag_embfilter.store import check_name, collection_name
 
     check_name(collection)
     reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
     if config is not None:
-        chosen = options.read_config(config)
+        chosen = Config.read(config)
         backbone, revision, template = chosen.model_name, chosen.revision, chosen.templates
         filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
-        max_length, keep = chosen.max_length, chosen.keep
+        pooling, max_length, keep = chosen.pooling, chosen.max_length, chosen.keep
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )
     with_raw = raw or _fits(filter_types)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, with_raw, keep)
     questions = options.read_questions(example_questions)
+    if questions is None and config is not None:
+        questions = list(chosen.example_questions) or None
     with (
         options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store,
         show.progress_bar() as progress,

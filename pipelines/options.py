@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,7 +97,8 @@ Config = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="What `choose --config` wrote, instead of backbone, template, max-length, filter and keep.",
+        help="What `choose --config` wrote, instead of backbone, template, pooling, max-length, filter and "
+        "keep; its questions serve where no --example-questions are given.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -195,29 +194,6 @@ def filter_specs(types: Sequence[str], ratios: Sequence[int], keep: float) -> li
     full = {name for name, recipe in RECIPES.items() if recipe.full_size}
     grid = [FilterSpec(t, r, keep) for t in types for r in ([1] if t in full else ratios)]
     return list(dict.fromkeys(grid))
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What `choose` wrote, checked."""
-
-    model_name: str
-    templates: list[str]
-    max_length: int
-    filter_type: str
-    filter_ratio: int
-    revision: str | None = None
-    keep: float = DEFAULT_KEEP
-
-
-def read_config(path: Path) -> Chosen:
-    """Read what `choose --config` wrote. Raises `ConfigError` for anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        template = found.pop("template")
-        return Chosen(templates=[template] if isinstance(template, str) else template, **found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} is not what `choose --config` writes ({error}).") from error
 
 
 def check_picture(path: Path | None) -> None:

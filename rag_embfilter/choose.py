@@ -12,8 +12,10 @@ from rag_embfilter.backbone import Backbone
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.eval_set import EvalSet, Passage
+from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fitting import SENTENCE_END, FilterSpec
 from rag_embfilter.metrics import MIN_QUERIES, Comparison, compare, rank_metrics
+from rag_embfilter.templates import Template, resolve_template
 
 FloatArray = NDArray[np.float32]
 DEPTH = 100
@@ -22,16 +24,32 @@ LEAST = 2 * MIN_QUERIES  # questions: half of them choose, half report
 
 
 @dataclass(frozen=True)
+class Words:
+    """Templates that are joined, and their pooling where it is not their own."""
+
+    templates: tuple[str, ...]
+    pooling: str | None = None
+
+    @property
+    def resolved(self) -> tuple[Template, ...]:
+        """The templates themselves."""
+        return tuple(resolve_template(each, pooling=self.pooling) for each in self.templates)
+
+    def __str__(self) -> str:
+        return "+".join(self.templates) + (f" ({self.pooling})" if self.pooling else "")
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A configuration with its nDCG@10 per question, over all sets (`set/query`).
 
     Attributes:
-        templates: template names; each costs a pass of the backbone.
+        words: templates and pooling; each template costs a pass of the backbone.
         spec: the filter's type and settings.
         dim: size of a stored vector.
     """
 
-    templates: tuple[str, ...]
+    words: Words
     spec: FilterSpec
     dim: int
     scores: Mapping[str, float]
@@ -40,12 +58,12 @@ class Candidate:
     def name(self) -> str:
         """Templates and filter, as in tables."""
         ratio = "" if self.spec.filter_type == "raw" else f"-r{self.spec.filter_ratio}"
-        return f"{'+'.join(self.templates)} {self.spec.filter_type}{ratio}"
+        return f"{self.words} {self.spec.filter_type}{ratio}"
 
     @property
     def cost(self) -> tuple[int, int]:
         """What is compared: size of a vector, then passes of the backbone."""
-        return self.dim, len(self.templates)
+        return self.dim, len(self.words.templates)
 
     def mean(self, queries: Iterable[str] | None = None) -> float:
         """Mean score over these questions, by default all."""
@@ -77,43 +95,88 @@ class Choice:
     too_few: bool
 
 
-def candidates(
-    backbone: Backbone,
-    eval_sets: Sequence[EvalSet],
-    templates: Sequence[Sequence[str]],
-    specs: Sequence[FilterSpec],
-    questions: Sequence[str] | None = None,
-    max_length: int = 512,
-    progress: Callable[[int], None] | None = None,
-) -> list[Candidate]:
-    """Score every combination of templates and filters on sets, from one pass per single template.
+@dataclass(frozen=True)
+class _Embedded:
+    """A set's texts, a unit vector per template side by side."""
+
+    eval_set: EvalSet
+    passages: FloatArray
+    asked: FloatArray
+    examples: FloatArray
+
+
+class Grid:
+    """Sets embedded once per template, from which every configuration is scored.
 
     Args:
         backbone: a loaded one.
         eval_sets: scored apart, and their questions put together.
         templates: groups that are joined, such as `[["prompteol"], ["prompteol", "echo"]]`.
-        specs: filters; `raw` is always among them. Fitted ones are fitted on each set's passages.
+        poolings: tried for each group besides its templates' own; they cost no pass.
         questions: example questions for calibrated filters; by default each set's own questions, without
             their judgements.
         max_length: longest text in tokens.
         progress: called with the number of texts encoded.
     """
-    wanted = list(dict.fromkeys([FilterSpec("raw", 1), *specs]))
-    scores: dict[tuple[tuple[str, ...], FilterSpec], dict[str, float]] = {}
-    dims: dict[tuple[tuple[str, ...], FilterSpec], int] = {}
-    for eval_set in eval_sets:
-        embedded = _encode(backbone, eval_set, templates, questions, max_length, progress)
-        for group in map(tuple, templates):
-            encoder = Encoder(backbone, list(group), max_length=max_length)
-            passages, asked, examples = (_joined([embedded[t][i] for t in group]) for i in range(3))
-            for spec in wanted:
-                embfilter = spec.make(encoder, passages, examples)
-                run = _run(eval_set, embfilter.apply(passages), embfilter.apply(asked, role="query"))
-                found = rank_metrics(eval_set.qrels, run).per_query["ndcg_at_10"]
-                own = scores.setdefault((group, spec), {})
-                own |= {f"{eval_set.name}/{query}": score for query, score in found.items()}
-                dims[group, spec] = embfilter.dim
-    return [Candidate(*key, dims[key], found) for key, found in scores.items()]
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        eval_sets: Sequence[EvalSet],
+        templates: Sequence[Sequence[str]],
+        poolings: Sequence[str] = (),
+        questions: Sequence[str] | None = None,
+        max_length: int = 512,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.backbone, self.max_length = backbone, max_length
+        found = [Words(tuple(group), pooling) for group in templates for pooling in (None, *poolings)]
+        self.words = list({words.resolved: words for words in reversed(found)}.values())[::-1]
+        every = list(dict.fromkeys(each for words in self.words for each in words.resolved))
+        encoder = Encoder(backbone, every, max_length=max_length)
+        # A unit vector per template again: joined ones are scaled by how many they are.
+        scale = np.float32(np.sqrt(len(every)))
+        self._place = {each: i * backbone.hidden_size for i, each in enumerate(every)}
+        self._sets: list[_Embedded] = []
+        for eval_set in eval_sets:
+            passages = encoder.encode_documents(list(eval_set.passages().values()), progress=progress)
+            asked = encoder.encode_queries(list(eval_set.queries.values()), progress=progress)
+            examples = encoder.encode_queries(questions) if questions else asked
+            self._sets.append(_Embedded(eval_set, passages * scale, asked * scale, examples * scale))
+
+    def candidates(self, specs: Sequence[FilterSpec]) -> list[Candidate]:
+        """Scores of all filters, `raw` always among them; fitted ones are fitted on each set's passages."""
+        grid = []
+        for words in self.words:
+            encoder = self._encoder(words)
+            for spec in dict.fromkeys([FilterSpec("raw", 1), *specs]):
+                scores: dict[str, float] = {}
+                for each in self._sets:
+                    passages = self._part(each.passages, words)
+                    embfilter = spec.make(encoder, passages, self._part(each.examples, words))
+                    asked = embfilter.apply(self._part(each.asked, words), role="query")
+                    run = _run(each.eval_set, embfilter.apply(passages), asked)
+                    found = rank_metrics(each.eval_set.qrels, run).per_query["ndcg_at_10"]
+                    scores |= {f"{each.eval_set.name}/{query}": score for query, score in found.items()}
+                grid.append(Candidate(words, spec, embfilter.dim, scores))
+        return grid
+
+    def fit(self, candidate: Candidate) -> EmbFilter:
+        """A candidate's filter, for use: a fitted one is fitted on the passages of all sets together."""
+        words = candidate.words
+        passages = np.concatenate([self._part(each.passages, words) for each in self._sets])
+        examples = np.concatenate([self._part(each.examples, words) for each in self._sets])
+        return candidate.spec.make(self._encoder(words), passages, examples)
+
+    def _encoder(self, words: Words) -> Encoder:
+        return Encoder(self.backbone, words.templates, words.pooling, self.max_length)
+
+    def _part(self, embeddings: FloatArray, words: Words) -> FloatArray:
+        """Embeddings as an encoder of these words makes them."""
+        width = self.backbone.hidden_size
+        starts = [self._place[each] for each in words.resolved]
+        parts = [embeddings[:, start : start + width] for start in starts]
+        return np.hstack(parts) / np.float32(np.sqrt(len(parts)))
 
 
 def pick(grid: Sequence[Candidate], queries: Sequence[str], tolerance: float = TOLERANCE) -> Candidate:
@@ -182,30 +245,6 @@ def pseudo_set(name: str, passages: Mapping[str, Passage], limit: int = 500, see
 
 def _best_raw(grid: Sequence[Candidate], queries: Sequence[str]) -> Candidate:
     return max((c for c in grid if c.spec.filter_type == "raw"), key=lambda c: (c.mean(queries), -c.dim))
-
-
-def _encode(
-    backbone: Backbone,
-    eval_set: EvalSet,
-    templates: Sequence[Sequence[str]],
-    questions: Sequence[str] | None,
-    max_length: int,
-    progress: Callable[[int], None] | None,
-) -> dict[str, tuple[FloatArray, FloatArray, FloatArray]]:
-    """Raw embeddings of passages, questions and example questions by single template."""
-    embedded = {}
-    for template in dict.fromkeys(each for group in templates for each in group):
-        encoder = Encoder(backbone, template, max_length=max_length)
-        passages = encoder.encode_documents(list(eval_set.passages().values()), progress=progress)
-        asked = encoder.encode_queries(list(eval_set.queries.values()), progress=progress)
-        examples = encoder.encode_queries(questions) if questions else asked
-        embedded[template] = (passages, asked, examples)
-    return embedded
-
-
-def _joined(parts: Sequence[FloatArray]) -> FloatArray:
-    """Unit vectors per template as one encoder of all of them makes them."""
-    return np.hstack(parts) / np.float32(np.sqrt(len(parts)))
 
 
 def _run(eval_set: EvalSet, passages: FloatArray, asked: FloatArray) -> dict[str, list[str]]:

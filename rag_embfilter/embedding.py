@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.storage.kvstore.types import BaseKVStore
 
+from rag_embfilter.config import Config
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, FingerprintMismatch
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter, Role
@@ -119,6 +122,17 @@ class EmbFilterEmbedding(BaseEmbedding):
         self.fingerprint = digest
         self._ready = True
         self.embeddings_cache = self.embeddings_cache
+
+    @classmethod
+    def from_config(cls, path: str | Path, **settings: Any) -> EmbFilterEmbedding:
+        """The embedder of a configuration that `choose --config` wrote; `settings` go before what it holds.
+
+        Raises `ConfigError` for another kind of file, or a fitted type without `filter_file`.
+        """
+        config = Config.read(path)
+        if (file := settings.pop("filter_file", None)) is not None:
+            config = replace(config, filter_file=str(file))
+        return cls(**config.embedder_settings() | settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings that shape vectors are fixed once the filter is made; a cache is wrapped."""

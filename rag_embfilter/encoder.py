@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rag_embfilter import pooling as poolings
+from rag_embfilter import pooling as pool
 from rag_embfilter.backbone import PACKAGED, Backbone, load_backbone
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.filters import Role, unit_rows
@@ -60,8 +60,8 @@ class Encoder:
         backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
             `Backbone` (then `revision`, `device` and `dtype` must be left out).
         template: a name out of `TEMPLATES`, or a format string with `{text}` in it; or several of them,
-            each of which costs a pass. The raw embedding is then one unit vector per template, joined and
-            scaled by `1 / sqrt(templates)`.
+            each of which costs a pass, unless they differ in pooling alone. The raw embedding is then one
+            unit vector per template, joined and scaled by `1 / sqrt(templates)`.
         pooling: `last` or `mean`; by default what the template asks for.
         max_length: longest text in tokens, the template's own words not counted.
         device, dtype: see `load_backbone`.
@@ -112,6 +112,7 @@ class Encoder:
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.backbone.device.type, 8192)
         self.stats = EncodeStats()
         self._builders = [RowBuilder(self.backbone, each, max_length) for each in self.templates]
+        self._passes = _passes(self.templates)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,6 +150,7 @@ class Encoder:
     def settings(self) -> dict[str, Any]:
         """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
         name, revision = self.backbone.name, self.backbone.revision
+        poolings = {each.pooling for each in self.templates}
         local = revision.startswith("sha256:")
         if local and name not in PACKAGED:  # a path: as good from any other folder
             name = str(Path(name).expanduser().resolve())
@@ -157,7 +159,7 @@ class Encoder:
             "revision": None if local else revision,
             "template": self._named[0],
             "query_template": self._named[1],
-            "pooling": self.templates[0].pooling if len(self.templates) == 1 else None,
+            "pooling": poolings.pop() if len(poolings) == 1 else None,
             "max_length": self.max_length,
         }
 
@@ -244,21 +246,24 @@ class Encoder:
         counts = np.bincount([place[text] for text in texts], minlength=len(unique))
         width = self.backbone.hidden_size
         pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
-        for number, builder in enumerate(self._builders):
-            rows = builder.rows(unique, role)
-            part = pooled[:, number * width : (number + 1) * width]
+        for numbers in self._passes:
+            rows = self._builders[numbers[0]].rows(unique, role)
             for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
-                part[chosen] = self._forward([rows[i] for i in chosen], builder.template).cpu().numpy()
-                if progress is not None and number == 0:
+                parts = self._forward([rows[i] for i in chosen], [self.templates[n] for n in numbers])
+                for number, part in zip(numbers, parts, strict=True):
+                    pooled[chosen, number * width : (number + 1) * width] = part.cpu().numpy()
+                if progress is not None and numbers[0] == 0:
                     progress(int(counts[chosen].sum()))
-            if number == 0:
+            if numbers[0] == 0:
                 lost = np.array([row.lost for row in rows])
                 done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
         return pooled[[place[text] for text in texts]]
 
     @torch.inference_mode()
-    def _forward(self, rows: list[Row], template: Template) -> Tensor:
-        """One pass of the backbone: float32 `[batch, hidden]`, pooled after the final norm."""
+    def _forward(self, rows: list[Row], templates: Sequence[Template]) -> list[Tensor]:
+        """One pass of the backbone: float32 `[batch, hidden]` for each template's pooling, after the final
+        norm.
+        """
         batch = pad(rows, self.backbone.tokenizer.pad_token_id or 0, self.padding_side)
         ids, mask, span = (part.to(self.backbone.device) for part in (batch.ids, batch.mask, batch.span))
         # A causal model never looks right, so padding there needs no mask: a mask of ones keeps the fast
@@ -267,9 +272,18 @@ class Encoder:
         if self.padding_side == "left":
             layout = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         hidden = self.backbone.model(input_ids=ids, use_cache=False, **layout).last_hidden_state
-        if template.pooling == "mean":
-            return poolings.mean(hidden, span)
-        return poolings.last_token(hidden, mask)
+        return [
+            pool.mean(hidden, span) if each.pooling == "mean" else pool.last_token(hidden, mask)
+            for each in templates
+        ]
+
+
+def _passes(templates: Sequence[Template]) -> list[list[int]]:
+    """Templates by number, those together that differ in pooling alone: one pass serves them."""
+    groups: dict[Template, list[int]] = {}
+    for number, each in enumerate(templates):
+        groups.setdefault(replace(each, pooling="last"), []).append(number)
+    return list(groups.values())
 
 
 def _names(several: list[str | Template], query_template: str | None) -> tuple[str | list[str], str | None]:

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.app import main
 from rag_embfilter import EvalSet, evaluate
-from rag_embfilter.choose import Candidate, candidates, choose, pick, pseudo_set
+from rag_embfilter.choose import Candidate, Grid, Words, choose, pick, pseudo_set
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.eval_set import Passage
 from rag_embfilter.fitting import FilterSpec
@@ -22,7 +22,7 @@ QUERIES = [f"q{i:02d}" for i in range(80)]
 def made(kind, ratio, dim, lift, spread=0.0, templates=("plain",)):
     noise = np.random.default_rng(dim).normal(0, spread, 80) if spread else 0
     scores = np.clip(BASE + lift + noise, 0, 1)
-    return Candidate(templates, FilterSpec(kind, ratio), dim, dict(zip(QUERIES, scores, strict=True)))
+    return Candidate(Words(templates), FilterSpec(kind, ratio), dim, dict(zip(QUERIES, scores, strict=True)))
 
 
 RAW = made("raw", 1, 64, 0)
@@ -37,7 +37,7 @@ def test_the_cheapest_near_the_best_is_picked():
 
 def test_fewer_passes_win_at_equal_size():
     two = made("edge", 4, 16, 0.102, templates=("plain", "echo"))
-    assert pick([RAW, two, made("edge", 4, 16, 0.1)], QUERIES).templates == ("plain",)
+    assert pick([RAW, two, made("edge", 4, 16, 0.1)], QUERIES).words.templates == ("plain",)
 
 
 def test_raw_is_picked_when_nothing_is_better_beyond_noise():
@@ -54,7 +54,7 @@ def test_halves_that_choose_do_not_report():
         scores = BASE.copy()
         scores[half] = np.clip(scores[half] + 0.15, 0, 1)
         fooled.append(
-            Candidate(("plain",), FilterSpec("rand", 2), 32, dict(zip(QUERIES, scores, strict=True)))
+            Candidate(Words(("plain",)), FilterSpec("rand", 2), 32, dict(zip(QUERIES, scores, strict=True)))
         )
     choice = choose([RAW, *fooled])
     assert abs(choice.held_out.difference) < 1e-9
@@ -71,10 +71,10 @@ def test_a_real_gain_survives_and_the_same_seed_gives_the_same_report():
 
 
 def test_too_few_questions():
-    few = [Candidate(c.templates, c.spec, c.dim, {q: c.scores[q] for q in QUERIES[:39]}) for c in (RAW,)]
+    few = [Candidate(c.words, c.spec, c.dim, {q: c.scores[q] for q in QUERIES[:39]}) for c in (RAW,)]
     assert choose(few).too_few and not choose([RAW]).too_few
     with pytest.raises(ConfigError, match="at least two"):
-        choose([Candidate(("plain",), FilterSpec("raw", 1), 64, {"q": 1.0})])
+        choose([Candidate(Words(("plain",)), FilterSpec("raw", 1), 64, {"q": 1.0})])
 
 
 SET = EvalSet(
@@ -87,7 +87,7 @@ SET = EvalSet(
 
 def test_scores_are_those_of_evaluate(encoder, store):
     specs = [FilterSpec("edge", 2), FilterSpec("calibrated", 4)]
-    grid = candidates(encoder.backbone, [SET], [["prompteol"]], specs, list(SET.queries.values()))
+    grid = Grid(encoder.backbone, [SET], [["prompteol"]]).candidates(specs)
     done = evaluate(
         SET, encoder, [_edge(encoder)], store, fitted=specs[1:], questions=list(SET.queries.values())
     )
@@ -108,14 +108,54 @@ def test_joined_templates_cost_one_pass_each(encoder):
     from tests import tiny
 
     with tiny.ForwardCounter(encoder) as counter:
-        grid = candidates(
-            encoder.backbone, [SET], [["plain"], ["echo"], ["plain", "echo"]], [FilterSpec("edge", 4)]
-        )
+        made = Grid(encoder.backbone, [SET], [["plain"], ["echo"], ["plain", "echo"]])
+        grid = made.candidates([FilterSpec("edge", 4)])
     assert counter.texts == 2 * (45 + 12)
     assert {c.name: c.dim for c in grid} == {
         "plain raw": 32, "plain edge-r4": 8, "echo raw": 32, "echo edge-r4": 8,
         "plain+echo raw": 64, "plain+echo edge-r4": 8,
     }  # fmt: skip
+
+
+def test_poolings_cost_no_pass_and_score_as_an_encoder_with_that_pooling(encoder):
+    from rag_embfilter import EmbFilter, Encoder
+    from tests import tiny
+
+    with tiny.ForwardCounter(encoder) as counter:
+        made = Grid(encoder.backbone, [SET], [["prompteol"], ["prompteol", "echo"]], ["last", "mean"])
+        grid = {c.name: c for c in made.candidates([FilterSpec("edge", 2)])}
+    assert counter.texts == 2 * (45 + 12)
+    words = (
+        "prompteol",
+        "prompteol (mean)",
+        "prompteol+echo",
+        "prompteol+echo (last)",
+        "prompteol+echo (mean)",
+    )
+    assert list(grid) == [f"{w} {f}" for w in words for f in ("raw", "edge-r2")]  # last is prompteol's own
+    alone = Encoder(encoder.backbone, "prompteol", "mean")
+    embfilter = EmbFilter.from_encoder(alone, "edge", 2)
+    passages = embfilter.apply(alone.encode_documents(list(SET.passages().values())))
+    asked = embfilter.apply(alone.encode_queries(list(SET.queries.values())))
+    for i, scores in enumerate(asked @ passages.T):
+        place = 1 + int((scores > scores[i]).sum())
+        expected = 1 / np.log2(place + 1) if place <= 10 else 0
+        assert grid["prompteol (mean) edge-r2"].scores[f"office/q{i}"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_fit_of_a_choice_is_that_of_its_encoder_on_all_sets(encoder):
+    from rag_embfilter import EmbFilter, Encoder
+
+    made = Grid(encoder.backbone, [SET], [["plain", "echo"]])
+    *_, candidate = made.candidates([FilterSpec("calibrated", 4)])
+    joined = Encoder(encoder.backbone, ["plain", "echo"])
+    corpus = joined.encode_documents(list(SET.passages().values()))
+    queries = joined.encode_queries(list(SET.queries.values()))
+    expected = EmbFilter.from_encoder(joined, "calibrated", 4, corpus=corpus, queries=queries)
+    found = made.fit(candidate)
+    np.testing.assert_allclose(found.document_mean, expected.document_mean, atol=1e-5)
+    np.testing.assert_allclose(found.query_mean, expected.query_mean, atol=1e-5)
+    np.testing.assert_allclose(found.projector(), expected.projector(), atol=1e-2)
 
 
 def test_pseudo_questions_are_titles_or_first_sentences_and_leave_their_passage():
@@ -149,16 +189,42 @@ def test_the_command_its_config_and_ingesting_with_it(llama, tmp_path, capsys):
     assert "Too few questions (12)" in out and "Recommended:" in out and "12 configurations" in out
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["candidates"]) == 12 and result["too_few_questions"]
-    config = json.loads((tmp_path / "c.json").read_text())
-    config |= {"template": ["plain", "echo"], "filter_type": "calibrated", "filter_ratio": 4, "keep": 1}
-    (tmp_path / "c.json").write_text(json.dumps(config))
     ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]
     store = ["--qdrant-path", str(tmp_path / "q"), "--config", str(tmp_path / "c.json")]
     assert main([*ingest, *store]) == 0
-    assert "c-calibrated-r4-k1" in capsys.readouterr().out
     (tmp_path / "c.json").write_text("[]")
     assert main([*ingest, *store]) == 1
     assert "not what `choose --config` writes" in capsys.readouterr().err
+
+
+def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, capsys, monkeypatch):
+    """What to ship is forced here; the rest of the way is the real one."""
+    from rag_embfilter import EmbFilterEmbedding
+    from rag_embfilter import choose as choosing
+
+    _write(tmp_path / "set")
+    monkeypatch.setattr(choosing, "pick", lambda grid, queries, tolerance: grid[-1])
+    common = ["--backbone", str(llama), "--template", "plain", "echo", "--filter-ratios", "4", "--keep", "1"]
+    more = ["--filter-types", "calibrated", "--pooling", "last", "--config", str(tmp_path / "c.json")]
+    assert main(["choose", str(tmp_path / "set"), *common, *more]) == 0
+    config = json.loads((tmp_path / "c.json").read_text())
+    assert config["pooling"] == "last" and config["template"] == ["plain", "echo"] and config["keep"] == 1
+    assert set(config["example_questions"]) == set(SET.queries.values())
+    embedding = EmbFilterEmbedding.from_config(tmp_path / "c.json")
+    assert embedding.filter.name == "calibrated-r4-k1" and embedding.filter.dim == 8
+    assert len(embedding.get_query_embedding("who knows?")) == 8
+    ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]
+    store = ["--qdrant-path", str(tmp_path / "q"), "--config", str(tmp_path / "c.json")]
+    capsys.readouterr()
+    assert main([*ingest, *store]) == 0
+    shown = capsys.readouterr()
+    assert "c-calibrated-r4-k1" in shown.out and "stand in" not in shown.err
+    from rag_embfilter import Store
+
+    with Store(path=tmp_path / "q") as opened:
+        stored = opened.filter_of("c-calibrated-r4-k1")
+        assert opened.info("c-calibrated-r4-k1").settings["pooling"] == "last"
+    np.testing.assert_allclose(stored.query_mean, embedding.filter.query_mean, atol=1e-5)
 
 
 def test_choosing_without_labels_says_that_it_is_a_proxy(llama, tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
 from rag_embfilter.errors import ConfigError, EncodingError
+from rag_embfilter.templates import resolve_template
 from tests import tiny
 
 TEXTS = ["Paris", "two words", *(f"number {i} is here" for i in range(60))]
@@ -31,6 +32,22 @@ def test_the_raw_embedding_is_one_unit_vector_per_template_joined_and_scaled(bot
     assert both.hidden_size == 64 and vectors.shape == (62, 64)
     np.testing.assert_allclose(vectors, joined, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_templates_that_differ_in_pooling_alone_share_a_pass(llama):
+    last, mean = (resolve_template("prompteol", pooling=each) for each in ("last", "mean"))
+    both = Encoder(str(llama), [last, "echo", mean], device="cpu")
+    with tiny.ForwardCounter(both) as counter:
+        vectors = both.encode_documents(TEXTS)
+    assert counter.texts == 2 * len(TEXTS)
+    apart = [Encoder(both.backbone, each).encode_documents(TEXTS) for each in (last, "echo", mean)]
+    np.testing.assert_allclose(vectors, np.hstack(apart) / np.sqrt(3), atol=1e-6)
+
+
+def test_a_pooling_for_several_templates_is_kept_in_the_settings(llama):
+    made = Encoder(str(llama), ["prompteol", "echo"], "mean")
+    assert Encoder(**made.settings).fingerprint == made.fingerprint
+    assert Encoder(str(llama), ["prompteol", "echo"]).settings["pooling"] is None
 
 
 def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart):
