@@ -1,12 +1,13 @@
 """What filters cost, as ratios within this run: directions against an SVD, a grid against one encode.
 
-python benchmarks/filters.py [--json FILE]
+python benchmarks/filters.py [--json FILE | --large]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rag_embfilter import EmbFilter, Encoder, EvalSet
+from rag_embfilter import EmbFilter, Encoder, EvalSet, spectroscopy
 from rag_embfilter.spectrum import Spectrum
 
 SHAPES = {"SmolLM2-135M": (49152, 576), "Qwen2.5-0.5B": (151936, 896), "Gemma-3-270M": (262144, 640)}
@@ -66,11 +67,36 @@ def grid(texts: list[str]) -> dict[str, float]:
     }
 
 
+def spectroscopy_of_a_large_model(vocab: int = 128_256, hidden: int = 4096) -> dict[str, float]:
+    """Directions and the response of all of them for an unembedding of Llama 3 8B's shape, in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(4096, hidden, generator=generator).bfloat16() for _ in range(vocab // 4096)]
+    matrix = torch.cat(parts)
+    del parts
+    rows = torch.ones(len(matrix), dtype=torch.bool)
+    counts = 1 / np.arange(1, len(matrix) + 1)
+    start = time.perf_counter()
+    spectrum = Spectrum.of(matrix, rows)
+    made = time.perf_counter()
+    average = spectroscopy.average_token(matrix, rows, spectrum, counts)
+    spectroscopy.response(matrix, spectrum, average, spectroscopy.frequent_tokens(counts, rows))
+    return {
+        "directions_seconds": made - start,
+        "response_seconds": time.perf_counter() - made,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
 def main() -> None:
     """Run, print the ratios, and write them as JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--large", action="store_true", help="spectroscopy of a 128k x 4096 matrix alone")
     arguments = parser.parse_args()
+    if arguments.large:
+        found = spectroscopy_of_a_large_model()
+        print(", ".join(f"{key} {value:.1f}" for key, value in found.items()))
+        return
     results: dict[str, dict[str, float]] = {}
     for name, shape in SHAPES.items():
         results[name] = found = directions(*shape)

@@ -81,8 +81,8 @@ ExampleQuestions = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="10 to 30 questions of the domain, one a line, for calibrated filters; without it, first "
-        "sentences of passages stand in.",
+        help="10 to 30 questions of the domain, one a line, for calibrated filters; without it, "
+        "openings of passages stand in.",
         rich_help_panel=FILTER,
     ),
 ]

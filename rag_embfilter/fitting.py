@@ -20,6 +20,8 @@ from rag_embfilter.store import Store, collection_name
 logger = logging.getLogger(__name__)
 
 STAND_INS = 30
+OPENING_WORDS = 6
+QUESTION_ENDS = ("?", "？", "؟")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。？！])|\n")
 
 
@@ -88,9 +90,8 @@ def fit(
     if given is None and centred:
         texts = stand_in_questions(node.text for part, _ in store.stream(source) for node in part)
         logger.warning(
-            "no example questions: %d first sentences of passages stand in for them; real ones "
-            "(--example-questions) are better",
-            len(texts),
+            "no example questions: openings of passages stand in for them; real ones (--example-questions) "
+            "are better"
         )
         given = encoder.encode_queries(texts)
     return spec.make(encoder, (vectors for _, vectors in store.stream(source)), given)
@@ -127,9 +128,19 @@ def siblings(
 
 
 def stand_in_questions(passages: Iterable[str], n: int = STAND_INS, seed: int = 0) -> list[str]:
-    """First sentences of `n` passages drawn at random from a stream, for when nobody has questions yet."""
-    firsts = (SENTENCE_END.split(p.strip(), maxsplit=1)[0] for p in sample(passages, n, seed))
-    return [first for first in firsts if first.strip()]
+    """Stand-ins for when nobody has questions yet, from `n` passages drawn at random from a stream.
+
+    The first sentence of each, and, where that is no question itself, its opening words as one.
+    """
+    firsts = [SENTENCE_END.split(p.strip(), maxsplit=1)[0].strip() for p in sample(passages, n, seed)]
+    firsts = [first for first in firsts if first]
+    return firsts + [_asked(first) for first in firsts if not first.endswith(QUESTION_ENDS)]
+
+
+def _asked(sentence: str) -> str:
+    """The opening words of a sentence as a question."""
+    opening = " ".join(sentence.split()[:OPENING_WORDS]).rstrip(".,;:!。！、，")
+    return f"{opening[:1].lower()}{opening[1:]}?"
 
 
 def sample(texts: Iterable[str], n: int, seed: int = 0) -> list[str]:

@@ -104,15 +104,18 @@ def test_the_embedder_of_a_fitted_collection_queries_apart(filled, encoder):
     assert not np.allclose(query, document, atol=1e-2)
 
 
-def test_stand_ins_are_first_sentences_of_drawn_passages():
+def test_stand_ins_are_first_sentences_and_openings_of_drawn_passages():
     passages = [f"First {i}. Second {i}." for i in range(200)]
     drawn = stand_in_questions(iter(passages), n=30)
-    assert len(set(drawn)) == 30 and set(drawn) <= {f"First {i}." for i in range(200)}
+    assert len(set(drawn)) == 60 and set(drawn[:30]) <= {f"First {i}." for i in range(200)}
+    assert drawn[30:] == [f"first {sentence[6:-1]}?" for sentence in drawn[:30]]
     assert drawn == stand_in_questions(iter(passages), n=30)
     assert stand_in_questions(["첫 문장입니다。두 번째。", "Title\nbody", "  "]) == [
-        "첫 문장입니다。",
-        "Title",
-    ]
+        "첫 문장입니다。", "Title", "첫 문장입니다?", "title?",
+    ]  # fmt: skip
+    assert stand_in_questions(["What is it? A thing.", "One two, three four five six, seven eight."]) == [
+        "What is it?", "One two, three four five six, seven eight.", "one two, three four five six?",
+    ]  # fmt: skip
 
 
 def test_the_command_line_from_ingest_to_search(llama, tmp_path, capsys):
