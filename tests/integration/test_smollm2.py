@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +142,13 @@ def test_figures_measured_before_come_out_again(encoder, datasets, tmp_path, tem
     measured = [100 * result["metrics"]["ndcg_at_10"] for result in page["results"]]
     assert [result["filter"] for result in page["results"]] == ["raw", "edge-r2", "edge-r4", "edge-r8"]
     np.testing.assert_allclose(measured, figures, atol=1.0)
+
+
+def test_the_penaltys_example_runs_and_its_training_lowers_it(encoder):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "docs" / "examples" / "penalty.py")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    energies = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()]
+    assert len(energies) == 10 and energies[-1] < energies[0] - 0.005
