@@ -46,7 +46,10 @@ QueryTemplate = Annotated[
 ]
 Pooling = Annotated[
     str | None,
-    typer.Option(help="last or mean; by default what the template asks for.", rich_help_panel=MODEL),
+    typer.Option(
+        help="last, mean, or last+mean (both joined, from one pass); by default what the template asks for.",
+        rich_help_panel=MODEL,
+    ),
 ]
 MaxLength = Annotated[
     int, typer.Option(help="Longest text in tokens; the rest is cut.", rich_help_panel=MODEL)

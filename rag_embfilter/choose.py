@@ -15,7 +15,7 @@ from rag_embfilter.eval_set import EvalSet, Passage
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fitting import SENTENCE_END, FilterSpec
 from rag_embfilter.metrics import MIN_QUERIES, Comparison, compare, rank_metrics
-from rag_embfilter.templates import Template, resolve_template
+from rag_embfilter.templates import Template, resolve_templates
 
 FloatArray = NDArray[np.float32]
 DEPTH = 100
@@ -33,7 +33,7 @@ class Words:
     @property
     def resolved(self) -> tuple[Template, ...]:
         """The templates themselves."""
-        return tuple(resolve_template(each, pooling=self.pooling) for each in self.templates)
+        return tuple(resolve_templates(self.templates, pooling=self.pooling))
 
     def __str__(self) -> str:
         return "+".join(self.templates) + (f" ({self.pooling})" if self.pooling else "")

@@ -67,7 +67,7 @@ class EmbFilterEmbedding(BaseEmbedding):
         default=None, description="Another template's name or format string for queries."
     )
     pooling: str | None = Field(
-        default=None, description="last or mean; by default what the template asks for."
+        default=None, description="last, mean or last+mean; by default what the template asks for."
     )
     max_length: int = Field(default=512, description="Longest text in tokens; the rest is cut.")
     fingerprint: str | None = Field(

@@ -21,7 +21,7 @@ from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.filters import Role, unit_rows
 from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.inputs import Row, RowBuilder, batches, fault, pad
-from rag_embfilter.templates import Template, resolve_template
+from rag_embfilter.templates import Template, resolve_templates
 
 if TYPE_CHECKING:
     from rag_embfilter.spectrum import Spectrum
@@ -62,7 +62,8 @@ class Encoder:
         template: a name out of `TEMPLATES`, or a format string with `{text}` in it; or several of them,
             each of which costs a pass, unless they differ in pooling alone. The raw embedding is then one
             unit vector per template, joined and scaled by `1 / sqrt(templates)`.
-        pooling: `last` or `mean`; by default what the template asks for.
+        pooling: `last`, `mean`, or `last+mean`, which joins both (as if the template were two, for one
+            pass); by default what the template asks for.
         max_length: longest text in tokens, the template's own words not counted.
         device, dtype: see `load_backbone`.
         revision: branch, tag or commit of a hub model.
@@ -94,8 +95,10 @@ class Encoder:
             raise ConfigError(
                 f"template {several}: expected one or more, no two alike; query_template is for one alone."
             )
-        self.templates = [resolve_template(each, query_template, pooling) for each in several]
-        self._named = _names(several, query_template)
+        self.templates = resolve_templates(several, query_template, pooling)
+        self._named = _names(several, query_template) | {
+            "pooling": pooling or _common_pooling(self.templates)
+        }
         for label, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
@@ -150,17 +153,14 @@ class Encoder:
     def settings(self) -> dict[str, Any]:
         """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
         name, revision = self.backbone.name, self.backbone.revision
-        poolings = {each.pooling for each in self.templates}
         local = revision.startswith("sha256:")
         if local and name not in PACKAGED:  # a path: as good from any other folder
             name = str(Path(name).expanduser().resolve())
         return {
             "backbone": name,
             "revision": None if local else revision,
-            "template": self._named[0],
-            "query_template": self._named[1],
-            "pooling": poolings.pop() if len(poolings) == 1 else None,
             "max_length": self.max_length,
+            **self._named,
         }
 
     def spectrum(self) -> Spectrum:
@@ -286,14 +286,22 @@ def _passes(templates: Sequence[Template]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _names(several: list[str | Template], query_template: str | None) -> tuple[str | list[str], str | None]:
+def _names(several: list[str | Template], query_template: str | None) -> dict[str, Any]:
     """Templates as `Encoder` takes them again, ready for JSON; a single one as itself."""
     if len(several) > 1:
-        return [each if isinstance(each, str) else each.document for each in several], None
+        names = [each if isinstance(each, str) else each.document for each in several]
+        return {"template": names, "query_template": None}
     (only,) = several
     if isinstance(only, str):
-        return only, query_template
-    return only.document, None if only.query == only.document else only.query
+        return {"template": only, "query_template": query_template}
+    query = None if only.query == only.document else only.query
+    return {"template": only.document, "query_template": query}
+
+
+def _common_pooling(templates: Sequence[Template]) -> str | None:
+    """The pooling that all templates share, if any."""
+    found = {each.pooling for each in templates}
+    return found.pop() if len(found) == 1 else None
 
 
 def _unit_parts(pooled: FloatArray, parts: int) -> None:
@@ -309,7 +317,7 @@ def _restore(
     backbone: Backbone,
     templates: list[Template],
     max_length: int,
-    named: tuple[str | list[str], str | None],
+    named: dict[str, Any],
     layout: dict[str, Any],
 ) -> Encoder:
     encoder = Encoder(backbone, templates, max_length=max_length, **layout)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from rag_embfilter.errors import ConfigError
 
 Pooling = Literal["last", "mean"]
+POOLINGS = ("last", "mean", "last+mean")  # the third joins both, from one pass
 Truncation = Literal["middle", "end"]
 TEXT = "{text}"
 
@@ -86,6 +88,14 @@ def resolve_template(
         chosen = replace(chosen, query=query.query)
     if pooling is not None:
         if pooling not in get_args(Pooling):
-            raise ConfigError(f"pooling {pooling!r}: expected one of {', '.join(get_args(Pooling))}.")
+            raise ConfigError(f"pooling {pooling!r}: expected one of {', '.join(POOLINGS)}.")
         chosen = replace(chosen, pooling=cast(Pooling, pooling))
     return chosen
+
+
+def resolve_templates(
+    templates: Sequence[str | Template], query_template: str | None = None, pooling: str | None = None
+) -> list[Template]:
+    """As `resolve_template` for each of several; `last+mean` makes two of each, one per pooling."""
+    poolings = [pooling] if pooling != "last+mean" else list(get_args(Pooling))
+    return [resolve_template(each, query_template, one) for each in templates for one in poolings]

@@ -50,6 +50,35 @@ def test_a_pooling_for_several_templates_is_kept_in_the_settings(llama):
     assert Encoder(str(llama), ["prompteol", "echo"]).settings["pooling"] is None
 
 
+def test_both_poolings_joined_cost_one_pass(llama):
+    both = Encoder(str(llama), "prompteol", "last+mean", query_template="question", device="cpu")
+    with tiny.ForwardCounter(both) as counter:
+        documents, queries = both.encode_documents(TEXTS), both.encode_queries(TEXTS)
+    assert counter.texts == 2 * len(TEXTS) and both.hidden_size == 64
+    for vectors, verb in ((documents, "encode_documents"), (queries, "encode_queries")):
+        apart = [
+            getattr(Encoder(both.backbone, "prompteol", p, query_template="question"), verb)(TEXTS)
+            for p in ("last", "mean")
+        ]
+        np.testing.assert_allclose(vectors, np.hstack(apart) / np.sqrt(2), atol=1e-6)
+    assert both.settings["pooling"] == "last+mean" and both.settings["template"] == "prompteol"
+    assert Encoder(**both.settings).fingerprint == both.fingerprint
+    again = pickle.loads(pickle.dumps(both))
+    assert again.settings == both.settings and again.fingerprint == both.fingerprint
+
+
+def test_both_poolings_of_several_templates(llama):
+    made = Encoder(str(llama), ["prompteol", "echo"], "last+mean", device="cpu")
+    with tiny.ForwardCounter(made) as counter:
+        assert made.encode_documents(["Paris"]).shape == (1, 128)
+    assert counter.texts == 2
+    assert made.fingerprint.parts["pooling"] == "last + mean + last + mean"
+    embedding = EmbFilterEmbedding(
+        **{"model_name" if key == "backbone" else key: value for key, value in made.settings.items()}
+    )
+    assert embedding.filter.dim == 16 and embedding.encoder.fingerprint == made.fingerprint
+
+
 def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart):
     made = EmbFilter.from_encoder(both, "edge", 4)
     block = EmbFilter.from_encoder(apart[0], "edge", 8).matrix
