@@ -11,10 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import block_diag
 
-from rag_embfilter.calibration import Moments
+from rag_embfilter.calibration import Moments, shrunk_whitening
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.fingerprint import Part, array_digest
-from rag_embfilter.recipes import DEFAULT_KEEP, DEFAULT_SHRINKAGE, MIN_CORPUS, RECIPES, Ingredients
+from rag_embfilter.recipes import (
+    BLOCK_SHARE,
+    DEFAULT_KEEP,
+    DEFAULT_SHRINKAGE,
+    MIN_CORPUS,
+    RECIPES,
+    Ingredients,
+    Recipe,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,9 +106,12 @@ def make(
                 shrinkage=shrinkage,
             )
         )
-        for i, size in enumerate(_shares(dim, source.blocks))
+        for i, size in enumerate(_shares(dim, source, recipe))
     ]
-    matrix = np.ascontiguousarray(block_diag(*blocks), dtype=np.float32)
+    joined = block_diag(*blocks)
+    if moments is not None and len(joined) > dim:
+        joined = _condensed(joined, moments, dim)
+    matrix = np.ascontiguousarray(joined, dtype=np.float32)
     parts: dict[str, Part] = {"filter_type": filter_type, "filter_ratio": int(ratio)}
     if recipe.from_unembedding:
         parts["unembedding"] = source.digest()
@@ -137,9 +148,18 @@ def _with_means(
     return matrix, parts, document_mean, document_mean
 
 
-def _shares(dim: int, blocks: int) -> list[int]:
-    """A size shared out between blocks as evenly as can be."""
-    return [dim // blocks + (number < dim % blocks) for number in range(blocks)]
+def _shares(dim: int, source: Source, recipe: Recipe) -> list[int]:
+    """Size of each template's block: an even share; before they are condensed, at least a quarter."""
+    even = [dim // source.blocks + (number < dim % source.blocks) for number in range(source.blocks)]
+    if source.blocks == 1 or not recipe.condensed:
+        return even
+    return [max(size, source.hidden // BLOCK_SHARE) for size in even]
+
+
+def _condensed(joined: NDArray[np.float64], moments: Moments, dim: int) -> NDArray[np.float64]:
+    """The `dim` principal components of all blocks together; what two of them say alike is kept once."""
+    covariance = joined @ moments.covariance @ joined.T
+    return shrunk_whitening(covariance, np.eye(len(joined)), dim, np.inf) @ joined
 
 
 def _moments(corpus: Embeddings | None, hidden: int, filter_type: str) -> Moments:

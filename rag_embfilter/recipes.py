@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rag_embfilter.spectrum import Spectrum
 
 DoubleArray = NDArray[np.float64]
+# Each of several templates comes to the common PCA with this share of its dimensions, or its even share.
+BLOCK_SHARE = 4
 MIN_CORPUS = 30  # passages; fewer say nothing about a corpus
 NEVER = float("inf")
 DEFAULT_KEEP = 0.8
@@ -76,6 +78,7 @@ class Recipe:
         from_unembedding: the matrix depends on the unembedding.
         uses: which of `band_start`, `seed`, `keep`, `shrinkage`, `frequencies` shape it.
         full_size: keeps all dimensions, so that only ratio 1 makes sense.
+        condensed: several templates share the dimensions by a PCA over all, not evenly.
     """
 
     make: Callable[[Ingredients], DoubleArray]
@@ -85,6 +88,7 @@ class Recipe:
     from_unembedding: bool = False
     uses: tuple[str, ...] = ()
     full_size: bool = False
+    condensed: bool = False
 
 
 def _edge(i: Ingredients) -> DoubleArray:
@@ -171,6 +175,7 @@ RECIPES: dict[str, Recipe] = {
         centred=True,
         from_unembedding=True,
         uses=("keep", "shrinkage"),
+        condensed=True,
     ),
     "leading": Recipe(_leading, "baseline: the first coordinates"),
     "coordinates": Recipe(_coordinates, "baseline: random coordinates", uses=("seed",)),

@@ -97,19 +97,31 @@ def test_dimensions_that_cannot_be_halved_are_shared_as_evenly_as_can_be(both):
         EmbFilter.from_encoder(both, "edge", 4, band_start=0)
 
 
-def test_each_block_is_calibrated_on_its_own_template(both, apart):
+def test_calibrated_templates_are_calibrated_apart_and_condensed_together(both, apart):
+    """Each at a quarter of its size, then the principal components of both, here by numpy's SVD."""
     x = both.encode_documents(TEXTS)
-    made = EmbFilter.from_encoder(both, "calibrated", 4, corpus=x, queries=x[:9])
-    for number, encoder in enumerate(apart):
-        own = EmbFilter.from_encoder(encoder, "calibrated", 8, corpus=encoder.encode_documents(TEXTS))
-        ours = made.matrix[4 * number : 4 * number + 4, 32 * number : 32 * number + 32]
-        cosines = (
-            (ours * own.matrix).sum(axis=1)
-            / np.linalg.norm(ours, axis=1)
-            / np.linalg.norm(own.matrix, axis=1)
-        )
-        np.testing.assert_allclose(np.abs(cosines), 1, atol=1e-3)
+    made = EmbFilter.from_encoder(both, "calibrated", 8, corpus=x, queries=x[:9])
+    parts = []
+    for encoder in apart:
+        own_x = encoder.encode_documents(TEXTS)
+        own = EmbFilter.from_encoder(encoder, "calibrated", 4, corpus=own_x, queries=own_x[:9])
+        parts.append(own.apply(own_x, normalize=False))
+    joined = np.hstack(parts)  # [62, 16]
+    left, singular, _ = np.linalg.svd(joined - joined.mean(axis=0), full_matrices=False)
+    expected = left[:, :4] * singular[:4]
+    ours = made.apply(x, normalize=False)
+    assert ours.shape == (62, 4)
+    np.testing.assert_allclose(ours @ ours.T, expected @ expected.T, atol=2e-3)
     np.testing.assert_allclose(made.document_mean, x.mean(axis=0), atol=1e-6)
+
+
+def test_calibrated_templates_with_room_for_all_keep_all(both, apart):
+    x = both.encode_documents(TEXTS)
+    made = EmbFilter.from_encoder(both, "calibrated", 2, corpus=x, queries=x[:9])
+    own_x = apart[1].encode_documents(TEXTS)
+    own = EmbFilter.from_encoder(apart[1], "calibrated", 4, corpus=own_x, queries=own_x[:9])
+    np.testing.assert_allclose(np.abs(made.matrix[8:, 32:] / np.sqrt(2)), np.abs(own.matrix), atol=2e-3)
+    assert not made.matrix[8:, :32].any() and made.dim == 16
 
 
 def test_fingerprints_settings_and_pickles(both, apart):
