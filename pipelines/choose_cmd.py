@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,11 +29,11 @@ def choose(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
-    template: options.Templates = ["prompteol", "echo"],  # noqa: B006 - typer copies it
+    template: options.Templates = ["prompteol", "search", "echo"],  # noqa: B006 - typer copies it
     pooling: Annotated[
         list[str],
-        typer.Option(help="Poolings to try besides the template's own, last or mean; they cost no pass."),
-    ] = [],  # noqa: B006 - typer copies it
+        typer.Option(help="Poolings to try besides the template's own; they cost no pass."),
+    ] = ["last", "mean", "last+mean"],  # noqa: B006
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -49,7 +50,7 @@ def choose(
     ] = None,
     json_file: options.JsonFile = None,
 ) -> None:
-    """Try templates, alone and joined, with filters and ratios, and recommend the cheapest good one.
+    """Try templates, alone and in pairs, with poolings, filters and ratios; recommend the cheapest good one.
 
     Costs one pass of the backbone per template. The recommendation is the smallest vector within a
     quarter of a point of the best, or raw when nothing is better beyond noise. What it gains is reported on
@@ -63,7 +64,7 @@ def choose(
 
     loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
     model = load_backbone(backbone, revision, device, dtype)
-    groups = [[each] for each in template] + ([template] if len(template) > 1 else [])
+    groups = [[each] for each in template] + [list(pair) for pair in combinations(template, 2)]
     specs = options.filter_specs(filter_types, filter_ratios, keep)
     questions = options.read_questions(example_questions)
     texts = sum(len(s.corpus) + len(s.queries) for s in loaded) * len(template)

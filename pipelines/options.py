@@ -11,7 +11,7 @@ import typer
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter
 from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
-from rag_embfilter.templates import TEMPLATES
+from rag_embfilter.templates import POOLINGS, TEMPLATES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
@@ -123,6 +123,7 @@ LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
     "--template": lambda word: word in TEMPLATES,
+    "--pooling": lambda word: word in POOLINGS,
 }
 
 

@@ -41,13 +41,15 @@ def _same(text: str, pooling: Pooling, truncation: Truncation, end_token: bool =
     return Template(text, text, pooling, truncation, end_token)
 
 
-# Sources: PromptEOL arXiv 2307.16645, Echo arXiv 2402.15449; wordings as in EmbedFilter's code.
+# Sources: PromptEOL arXiv 2307.16645, Echo arXiv 2402.15449; wordings as in EmbedFilter's code. `search`,
+# `topic` and `question` are made for retrieval (docs/experiments.md).
 TEMPLATES: dict[str, Template] = {
     "prompteol": _same('Summarize the sentence: "{text}" in one word:"', "last", "middle"),
     "prompteol_mistral": _same('This sentence: "{text}" means [MASK]', "last", "middle"),
     "echo": _same(
         "Rewrite the following paragraph: {text}. The rewritten paragraph: {text}", "mean", "end", True
     ),
+    "search": _same('The text: "{text}" is found by searching for, in one word:"', "last", "middle"),
     "topic": _same('The topic of the text: "{text}" is:', "last", "middle"),
     "question": _same('Text: "{text}"\nA question that this text answers is about:', "last", "middle"),
     "plain": _same(TEXT, "mean", "end"),

@@ -184,6 +184,7 @@ def test_the_command_its_config_and_ingesting_with_it(llama, tmp_path, capsys):
     _write(tmp_path / "set")
     common = ["--backbone", str(llama), "--template", "plain", "echo", "--filter-ratios", "4"]
     files = ["--config", str(tmp_path / "c.json"), "--json", str(tmp_path / "r.json")]
+    files += ["--pooling", "mean"]  # the templates' own
     assert main(["choose", str(tmp_path / "set"), *common, *files]) == 0
     out = capsys.readouterr().out
     assert "Too few questions (12)" in out and "Recommended:" in out and "12 configurations" in out
