@@ -49,7 +49,7 @@ TEMPLATES: dict[str, Template] = {
     "echo": _same(
         "Rewrite the following paragraph: {text}. The rewritten paragraph: {text}", "mean", "end", True
     ),
-    "search": _same('The text: "{text}" is found by searching for, in one word:"', "last", "middle"),
+    "search": _same('The text: "{text}" is found by searching for the keyword "', "last", "middle"),
     "topic": _same('The topic of the text: "{text}" is:', "last", "middle"),
     "question": _same('Text: "{text}"\nA question that this text answers is about:', "last", "middle"),
     "plain": _same(TEXT, "mean", "end"),
