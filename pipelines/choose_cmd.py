@@ -29,7 +29,7 @@ def choose(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
-    template: options.Templates = ["prompteol", "search", "echo"],  # noqa: B006 - typer copies it
+    template: options.Templates = ["prompteol", "search"],  # noqa: B006 - typer copies it
     pooling: Annotated[
         list[str],
         typer.Option(help="Poolings to try besides the template's own; they cost no pass."),
