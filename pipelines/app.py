@@ -13,6 +13,7 @@ from pipelines import (
     evaluate_cmd,
     ingest_cmd,
     lens_cmd,
+    refilter_cmd,
     refit_cmd,
     search_cmd,
 )
@@ -32,6 +33,7 @@ app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
+app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
 app.command("lens")(lens_cmd.lens)
 app.command("spectrum")(lens_cmd.spectrum)

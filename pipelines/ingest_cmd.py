@@ -198,12 +198,15 @@ def _fit(
 
 def _fill(store: Store, base: str, filters: Sequence[EmbFilter], report: IngestReport) -> None:
     """Bring what earlier runs stored into collections that are new, from the raw one."""
-    from rag_embfilter.ingestion import refilter
+    from rag_embfilter.refiltering import refilter
     from rag_embfilter.store import collection_name
 
     targets = {collection_name(base, f): f for f in filters if f.name != "raw"}
     if store.exists(f"{base}-raw") and f"{base}-raw" in report.collections:
-        report.refiltered += max(refilter(store, f"{base}-raw", targets).values(), default=0)
+        held = store.info(f"{base}-raw").points
+        behind = {name: f for name, f in targets.items() if store.info(name).points < held}
+        done = refilter(store, f"{base}-raw", behind) if behind else {}
+        report.refiltered += max((each.written for each in done.values()), default=0)
 
 
 def _vanished(store: Store, given: Sequence[Path], reader: SourceReader, names: Sequence[str]) -> list[str]:

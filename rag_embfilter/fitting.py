@@ -88,13 +88,13 @@ def fit(
         return kept if given is None else kept.with_queries(given)
     texts: list[str] = []
     if given is None and centred:
-        texts = stand_in_questions(node.text for part, _ in store.stream(source) for node in part)
+        texts = stand_in_questions(node.text for page in store.pages(source) for node in page.nodes)
         logger.warning(
             "no example questions: openings of passages stand in for them; real ones (--example-questions) "
             "are better"
         )
         given = encoder.encode_queries(texts)
-    return spec.make(encoder, (vectors for _, vectors in store.stream(source)), given)
+    return spec.make(encoder, (page.vectors for page in store.pages(source)), given)
 
 
 def siblings(

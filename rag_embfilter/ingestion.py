@@ -7,7 +7,7 @@ there already needs no work, and a run that was killed goes on where it stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,39 +91,6 @@ def ingest(
             _advance(run, progress)
     _advance(run, progress, last=True)
     return run.report
-
-
-def refilter(store: Store, source: str, targets: Mapping[str, EmbFilter]) -> dict[str, int]:
-    """Bring every point of a raw collection that a target lacks into it, with no pass of the backbone.
-
-    Args:
-        store: holds them all.
-        source: full name of the raw collection.
-        targets: full name -> filter; the collections exist (`Store.create`).
-
-    Returns: points written by name. Vectors that a filter removes entirely are left out and logged.
-    """
-    written = dict.fromkeys(targets, 0)
-    held = store.info(source).points
-    behind = {name: f for name, f in targets.items() if store.info(name).points < held}
-    for nodes, vectors in store.stream(source) if behind else ():
-        ids = [node.id_ for node in nodes]
-        for name, embfilter in behind.items():
-            present = store.present(name, ids)
-            missing = [i for i, point in enumerate(ids) if point not in present]
-            if not missing:
-                continue
-            try:
-                filtered = embfilter.apply(vectors[missing])
-            except EncodingError as error:
-                assert error.embeddings is not None
-                logger.warning("%s: %s", name, error)
-                filtered = np.delete(error.embeddings, list(error.problems), axis=0)
-                missing = [i for row, i in enumerate(missing) if row not in error.problems]
-            if missing:
-                store.upsert(name, [nodes[i] for i in missing], filtered)
-            written[name] += len(missing)
-    return written
 
 
 def _targets(encoder: Encoder, filters: Sequence[EmbFilter], store: Store, base: str) -> dict[str, EmbFilter]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llama_index.core.schema import TextNode
-from portalocker import Lock
-from qdrant_client import QdrantClient, models
-from qdrant_client.local.qdrant_local import QdrantLocal
+from qdrant_client import models
 
 from rag_embfilter.encoder import Encoder
-from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
+from rag_embfilter.errors import FingerprintMismatch, StoreError
 from rag_embfilter.filters import EmbFilter, unit_rows
 from rag_embfilter.fingerprint import Fingerprint
-from rag_embfilter.store.connection import open_embedded, open_server, readable
+from rag_embfilter.store.connected import Connected
 from rag_embfilter.store.described import (
     KEY,
     CollectionInfo,
@@ -30,16 +26,16 @@ from rag_embfilter.store.described import (
     made_by,
     mean_of,
 )
-from rag_embfilter.store.points import VECTOR, FloatArray, Hit, bounded_points, conditions, hit_of, node_of
+from rag_embfilter.store.points import VECTOR, FloatArray, Hit, Page, conditions, hit_of
 
-__all__ = ["CollectionInfo", "Hit", "Store", "check_name", "collection_name"]
+__all__ = ["VECTOR", "CollectionInfo", "Hit", "Page", "Store", "check_name", "collection_name"]
 
 logger = logging.getLogger(__name__)
 
 SCROLL = 1024  # points asked for in one request
 
 
-class Store:
+class Store(Connected):
     """Qdrant collections, embedded in this process or on a server, behind the same calls.
 
     Args:
@@ -54,75 +50,12 @@ class Store:
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        url: str | None = None,
-        api_key: str | None = None,
-        client: QdrantClient | None = None,
-        timeout: int = 60,
-        filter_dir: str | Path | None = None,
-    ) -> None:
-        if sum(given is not None for given in (path, url, client)) != 1:
-            raise ConfigError("give exactly one of path (embedded), url (server) and client.")
-        self.where = str(path or url or "the given client")
-        beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
-        self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
-        self._lock = threading.RLock()
-        self._owned = client is None
-        self._folder_lock: Lock | None = None
-        if client is not None:
-            self.client = client
-        elif path is not None:
-            self.client, self._folder_lock = open_embedded(Path(path))
-        else:
-            self.client = open_server(str(url), api_key, timeout)
-        self.embedded = isinstance(self.client._client, QdrantLocal)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the folder or the connection, unless the client was given."""
-        if self._owned:
-            self.client.close()
-        if self._folder_lock is not None:
-            self._folder_lock.release()
-
-    @contextmanager
-    def _calling(self) -> Iterator[QdrantClient]:
-        """The client, for one call at a time where it is embedded, with its errors made readable."""
-        with readable(self.where):
-            if not self.embedded:
-                yield self.client
-            else:
-                with self._lock:
-                    yield self.client
-
-    def names(self) -> list[str]:
-        """Names of all collections, sorted."""
-        with self._calling() as client:
-            return sorted(c.name for c in client.get_collections().collections)
-
-    def exists(self, name: str) -> bool:
-        """Whether there is a collection or an alias of this name."""
-        with self._calling() as client:
-            if client.collection_exists(name):
-                return True
-            return any(alias.alias_name == name for alias in client.get_aliases().aliases)
-
     def info(self, name: str, count: bool = True) -> CollectionInfo:
         """What a collection holds and what made it. Raises `StoreError` when there is none of this name.
 
         `count=False` leaves the points uncounted (-1), which is quicker.
         """
-        if not self.exists(name):
-            have = self.names()
-            listed = ", ".join(have) if have else "none yet"
-            raise StoreError(f"collection {name!r} is not in {self.where}. Collections there: {listed}.")
+        self._require_there(name)
         with self._calling() as client:
             found = client.get_collection(name)
             points = client.count(name, exact=True).count if count else -1
@@ -131,7 +64,7 @@ class Store:
         if params is None:
             raise StoreError(
                 f"collection {name!r} has no vector named {VECTOR!r}: it was not made here, and LlamaIndex "
-                "opens it under another name. Ingest its documents into a collection of this package."
+                "opens it under another name. If it holds raw embeddings, use `refilter --source-collection`."
             )
         made = (found.config.metadata or {}).get(KEY) or {}
         parts = made.get("parts")
@@ -143,6 +76,36 @@ class Store:
             settings=self._settings(made),
             made=made,
         )
+
+    def only_vector(self, name: str) -> tuple[str, int]:
+        """Name (empty when it has none) and size of a collection's vector, whoever made it.
+
+        Raises `StoreError` for one that is absent or has several.
+        """
+        self._require_there(name)
+        with self._calling() as client:
+            vectors = client.get_collection(name).config.params.vectors
+        if isinstance(vectors, models.VectorParams):
+            return "", vectors.size
+        named = {key: params.size for key, params in (vectors or {}).items()}
+        if VECTOR in named:
+            return VECTOR, named[VECTOR]
+        if len(named) != 1:
+            raise StoreError(
+                f"collection {name!r} has the vectors {sorted(named)}; expected one, or one named {VECTOR!r}."
+            )
+        return named.popitem()
+
+    def count(self, name: str) -> int:
+        """Points of a collection, counted."""
+        with self._calling() as client:
+            return int(client.count(name, exact=True).count)
+
+    def _require_there(self, name: str) -> None:
+        if not self.exists(name):
+            have = self.names()
+            listed = ", ".join(have) if have else "none yet"
+            raise StoreError(f"collection {name!r} is not in {self.where}. Collections there: {listed}.")
 
     def _settings(self, made: Mapping[str, Any]) -> dict[str, Any]:
         """What `EmbFilterEmbedding` takes; a fitted filter's file is looked for in our folder."""
@@ -179,15 +142,17 @@ class Store:
         with self._calling() as client:
             client.update_collection(name, metadata={KEY: {**info.made, "settings": settings}})
 
-    def stream(self, name: str) -> Iterator[tuple[list[TextNode], FloatArray]]:
-        """All nodes of a collection with their vectors, in parts: (nodes, float32 `[n, dim]`)."""
+    def pages(self, name: str, vector: str = VECTOR) -> Iterator[Page]:
+        """All points of a collection with their vectors, in parts; `vector=""` is the unnamed one."""
         offset = None
         while True:
             with self._calling() as client:
-                records, offset = client.scroll(name, limit=SCROLL, offset=offset, with_vectors=[VECTOR])
-            whole = [(node_of(r), r.vector[VECTOR]) for r in records if isinstance(r.vector, dict)]
-            if whole:
-                yield [node for node, _ in whole], np.array([vector for _, vector in whole], dtype=np.float32)
+                records, offset = client.scroll(
+                    name, limit=SCROLL, offset=offset, with_vectors=[vector] if vector else True
+                )
+            page = Page.of_records(records, vector)
+            if page.ids:
+                yield page
             if offset is None:
                 return
 
@@ -288,9 +253,13 @@ class Store:
         Vectors with NaN, Inf or no length are never sent: `EncodingError` names them. Raises
         `FingerprintMismatch` for another size than the collection's, `StoreError` when there is none.
         """
-        self._check_size(name, vectors)
-        unit_rows(vectors)
-        for points in bounded_points(nodes, vectors):
+        self.write(name, Page.of_nodes(nodes, vectors))
+
+    def write(self, name: str, page: Page) -> None:
+        """As `upsert`, for points that have their payload already."""
+        self._check_size(name, page.vectors)
+        unit_rows(page.vectors)
+        for points in page.batches():
             with self._calling() as client:
                 client.upsert(name, points, wait=True)
 
@@ -302,7 +271,7 @@ class Store:
                 "filter that the collection was made with."
             )
 
-    def present(self, name: str, ids: Sequence[str]) -> set[str]:
+    def present(self, name: str, ids: Sequence[int | str]) -> set[str]:
         """Which of these point ids the collection holds."""
         found: set[str] = set()
         for start in range(0, len(ids), SCROLL):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from llama_index.core.schema import MetadataMode, TextNode
@@ -43,20 +44,59 @@ class Hit:
         return str(metadata.get("source", ""))
 
 
-def bounded_points(nodes: Sequence[TextNode], vectors: FloatArray) -> Iterator[list[models.PointStruct]]:
-    """Points in batches bounded in number and in bytes as JSON."""
-    batch: list[models.PointStruct] = []
-    size = 0
-    for node, vector in zip(nodes, vectors, strict=True):
-        payload = node_to_metadata_dict(node, remove_text=False, flat_metadata=False)
-        weight = 16 * len(vector) + 4 * len(payload["_node_content"])
-        if batch and (len(batch) == BATCH_POINTS or size + weight > BATCH_BYTES):
+@dataclass(frozen=True)
+class Page:
+    """Points as they are stored: ids, payloads, and vectors as float32 `[n, dim]`."""
+
+    ids: list[int | str]
+    payloads: list[dict[str, Any]]
+    vectors: FloatArray
+
+    @classmethod
+    def of_nodes(cls, nodes: Sequence[TextNode], vectors: FloatArray) -> Page:
+        """Nodes as points, with payloads that LlamaIndex reads."""
+        payloads = [node_to_metadata_dict(node, remove_text=False, flat_metadata=False) for node in nodes]
+        return cls([node.id_ for node in nodes], payloads, vectors)
+
+    @classmethod
+    def of_records(cls, records: Sequence[models.Record], vector: str) -> Page:
+        """Records with their vector of this name (empty for the unnamed one); those without are left out."""
+        found = [(r, r.vector.get(vector) if isinstance(r.vector, dict) else r.vector) for r in records]
+        whole = [(r, values) for r, values in found if values]
+        vectors = np.array([values for _, values in whole], dtype=np.float32)
+        return cls(
+            [r.id if isinstance(r.id, int) else str(r.id) for r, _ in whole],
+            [r.payload or {} for r, _ in whole],
+            vectors,
+        )
+
+    def at(self, rows: Sequence[int], vectors: FloatArray) -> Page:
+        """These points with other vectors `[len(rows), dim]`."""
+        return Page([self.ids[i] for i in rows], [self.payloads[i] for i in rows], vectors)
+
+    @property
+    def nodes(self) -> list[TextNode]:
+        """The points as LlamaIndex nodes."""
+        return [node_of(models.Record(id=i, payload=p)) for i, p in zip(self.ids, self.payloads, strict=True)]
+
+    def batches(self) -> Iterator[list[models.PointStruct]]:
+        """Points in batches bounded in number and in bytes as JSON."""
+        batch: list[models.PointStruct] = []
+        size = 0
+        for point, payload, vector in zip(self.ids, self.payloads, self.vectors.tolist(), strict=True):
+            weight = 24 * len(vector) + 4 * _length(payload)
+            if batch and (len(batch) == BATCH_POINTS or size + weight > BATCH_BYTES):
+                yield batch
+                batch, size = [], 0
+            batch.append(models.PointStruct(id=point, payload=payload, vector={VECTOR: vector}))
+            size += weight
+        if batch:
             yield batch
-            batch, size = [], 0
-        batch.append(models.PointStruct(id=node.id_, payload=payload, vector={VECTOR: vector.tolist()}))
-        size += weight
-    if batch:
-        yield batch
+
+
+def _length(payload: Mapping[str, Any]) -> int:
+    """About how many characters a payload has as JSON."""
+    return sum(len(key) + len(str(value)) for key, value in payload.items())
 
 
 def conditions(where: Mapping[str, str] | None) -> models.Filter | None:

@@ -263,7 +263,7 @@ def test_the_size_of_vectors_is_checked_on_every_way_in(store, encoder):
         store.search("c-edge-r2", wrong, fingerprint=encoder.fingerprint | tail.fingerprint)
     for call in (
         lambda: store.search("zz", vectors),
-        lambda: list(store.stream("zz")),
+        lambda: list(store.pages("zz")),
         lambda: store.remove("zz", [f"{5:032x}"]),
         lambda: store.present("zz", [f"{5:032x}"]),
     ):

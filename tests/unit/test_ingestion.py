@@ -8,7 +8,7 @@ from llama_index.core.schema import Document
 
 from rag_embfilter import EmbFilter, Encoder, ingest
 from rag_embfilter.errors import ConfigError
-from rag_embfilter.ingestion import refilter
+from rag_embfilter.refiltering import Refiltered, refilter
 from tests import tiny
 
 
@@ -225,7 +225,9 @@ def test_refilter_leaves_out_what_a_filter_removes_and_brings_the_rest(store, en
     monkeypatch.setattr(encoder, "encode_documents", forced)
     ingest(_corpus(a="alpha", b="gone"), encoder, filters[:1], store, "c")
     store.create("c-edge-r2", encoder, filters[1], "c")
-    assert refilter(store, "c-raw", {"c-edge-r2": filters[1]}) == {"c-edge-r2": 1}
+    assert refilter(store, "c-raw", {"c-edge-r2": filters[1]})["c-edge-r2"] == Refiltered(
+        written=1, left_out=1
+    )
     assert [c[0] for c in _contents(store, "c-edge-r2")] == ["a"]
 
 

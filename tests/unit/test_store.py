@@ -17,7 +17,7 @@ from qdrant_client import QdrantClient, models
 from rag_embfilter import EmbFilter, Encoder, Store, ingest
 from rag_embfilter.errors import ConfigError, EncodingError, FingerprintMismatch, StoreError
 from rag_embfilter.store import collection_name
-from rag_embfilter.store.points import BATCH_BYTES, BATCH_POINTS, bounded_points
+from rag_embfilter.store.points import BATCH_BYTES, BATCH_POINTS, Page
 from tests import tiny
 
 
@@ -222,10 +222,10 @@ def test_c11_no_bad_vector_is_ever_sent(store, value):
 
 def test_batches_are_bounded_in_number_and_in_bytes():
     small = [TextNode(text="t") for _ in range(600)]
-    sizes = [len(b) for b in bounded_points(small, np.ones((600, 4), np.float32))]
+    sizes = [len(b) for b in Page.of_nodes(small, np.ones((600, 4), np.float32)).batches()]
     assert sizes == [BATCH_POINTS, BATCH_POINTS, 600 - 2 * BATCH_POINTS]
     large = [TextNode(text="글" * 500_000) for _ in range(12)]
-    batches = list(bounded_points(large, np.ones((12, 4), np.float32)))
+    batches = list(Page.of_nodes(large, np.ones((12, 4), np.float32)).batches())
     for batch in batches:
         assert sum(len(json.dumps(p.model_dump(mode="json"))) for p in batch) < 32 << 20
     assert sum(map(len, batches)) == 12 and BATCH_BYTES < 32 << 20

@@ -28,7 +28,7 @@ def run(llama, tmp_path, capsys):
 
 def _texts(tmp_path, name):
     with Store(path=tmp_path / "q") as store:
-        return sorted(node.text for nodes, _ in store.stream(name) for node in nodes)
+        return sorted(node.text for page in store.pages(name) for node in page.nodes)
 
 
 def test_every_collection_of_the_base_follows_a_change(run, tmp_path):

@@ -1,0 +1,80 @@
+"""What a store stands on: a client, the embedded store's lock, and names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from portalocker import Lock
+from qdrant_client import QdrantClient
+from qdrant_client.local.qdrant_local import QdrantLocal
+
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.store.connection import open_embedded, open_server, readable
+
+
+class Connected:
+    """An open client, for one call at a time where it is embedded; see `Store` for the arguments."""
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        client: QdrantClient | None = None,
+        timeout: int = 60,
+        filter_dir: str | Path | None = None,
+    ) -> None:
+        if sum(given is not None for given in (path, url, client)) != 1:
+            raise ConfigError("give exactly one of path (embedded), url (server) and client.")
+        self.where = str(path or url or "the given client")
+        beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
+        self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
+        self._lock = threading.RLock()
+        self._owned = client is None
+        self._folder_lock: Lock | None = None
+        if client is not None:
+            self.client = client
+        elif path is not None:
+            self.client, self._folder_lock = open_embedded(Path(path))
+        else:
+            self.client = open_server(str(url), api_key, timeout)
+        self.embedded = isinstance(self.client._client, QdrantLocal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the folder or the connection, unless the client was given."""
+        if self._owned:
+            self.client.close()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
+
+    @contextmanager
+    def _calling(self) -> Iterator[QdrantClient]:
+        """The client, for one call at a time where it is embedded, with its errors made readable."""
+        with readable(self.where):
+            if not self.embedded:
+                yield self.client
+            else:
+                with self._lock:
+                    yield self.client
+
+    def names(self) -> list[str]:
+        """Names of all collections, sorted."""
+        with self._calling() as client:
+            return sorted(c.name for c in client.get_collections().collections)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a collection or an alias of this name."""
+        with self._calling() as client:
+            if client.collection_exists(name):
+                return True
+            return any(alias.alias_name == name for alias in client.get_aliases().aliases)
