@@ -32,8 +32,8 @@ def choose(
     template: options.Templates = ["prompteol", "search"],  # noqa: B006 - typer copies it
     pooling: Annotated[
         list[str],
-        typer.Option(help="Poolings to try besides the template's own; they cost no pass."),
-    ] = ["last", "mean", "last+mean"],  # noqa: B006
+        typer.Option(help="Poolings to try for single templates besides their own; they cost no pass."),
+    ] = ["last+mean"],  # noqa: B006
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,

@@ -112,7 +112,7 @@ class Grid:
         backbone: a loaded one.
         eval_sets: scored apart, and their questions put together.
         templates: groups that are joined, such as `[["prompteol"], ["prompteol", "echo"]]`.
-        poolings: tried for each group besides its templates' own; they cost no pass.
+        poolings: tried for single templates besides their own; they cost no pass.
         questions: example questions for calibrated filters; by default each set's own questions, without
             their judgements.
         max_length: longest text in tokens.
@@ -130,8 +130,12 @@ class Grid:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.backbone, self.max_length = backbone, max_length
-        found = [Words(tuple(group), pooling) for group in templates for pooling in (None, *poolings)]
-        self.words = list({words.resolved: words for words in reversed(found)}.values())[::-1]
+        found = [Words(tuple(group)) for group in templates]
+        found += [Words(tuple(group), each) for group in templates for each in poolings if len(group) == 1]
+        unique: dict[tuple[Template, ...], Words] = {}
+        for words in found:
+            unique.setdefault(words.resolved, words)
+        self.words = list(unique.values())
         every = list(dict.fromkeys(each for words in self.words for each in words.resolved))
         encoder = Encoder(backbone, every, max_length=max_length)
         # A unit vector per template again: joined ones are scaled by how many they are.

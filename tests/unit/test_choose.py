@@ -122,16 +122,12 @@ def test_poolings_cost_no_pass_and_score_as_an_encoder_with_that_pooling(encoder
     from tests import tiny
 
     with tiny.ForwardCounter(encoder) as counter:
-        made = Grid(encoder.backbone, [SET], [["prompteol"], ["prompteol", "echo"]], ["last", "mean"])
+        made = Grid(
+            encoder.backbone, [SET], [["prompteol"], ["prompteol", "echo"]], ["last", "mean", "last+mean"]
+        )
         grid = {c.name: c for c in made.candidates([FilterSpec("edge", 2)])}
     assert counter.texts == 2 * (45 + 12)
-    words = (
-        "prompteol",
-        "prompteol (mean)",
-        "prompteol+echo",
-        "prompteol+echo (last)",
-        "prompteol+echo (mean)",
-    )
+    words = ("prompteol", "prompteol+echo", "prompteol (mean)", "prompteol (last+mean)")
     assert list(grid) == [f"{w} {f}" for w in words for f in ("raw", "edge-r2")]  # last is prompteol's own
     alone = Encoder(encoder.backbone, "prompteol", "mean")
     embfilter = EmbFilter.from_encoder(alone, "edge", 2)
@@ -206,10 +202,10 @@ def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, 
     _write(tmp_path / "set")
     monkeypatch.setattr(choosing, "pick", lambda grid, queries, tolerance: grid[-1])
     common = ["--backbone", str(llama), "--template", "plain", "echo", "--filter-ratios", "4", "--keep", "1"]
-    more = ["--filter-types", "calibrated", "--pooling", "last", "--config", str(tmp_path / "c.json")]
+    more = ["--filter-types", "calibrated", "--pooling", "last+mean", "--config", str(tmp_path / "c.json")]
     assert main(["choose", str(tmp_path / "set"), *common, *more]) == 0
     config = json.loads((tmp_path / "c.json").read_text())
-    assert config["pooling"] == "last" and config["template"] == ["plain", "echo"] and config["keep"] == 1
+    assert config["pooling"] == "last+mean" and config["template"] == "echo" and config["keep"] == 1
     assert set(config["example_questions"]) == set(SET.queries.values())
     embedding = EmbFilterEmbedding.from_config(tmp_path / "c.json")
     assert embedding.filter.name == "calibrated-r4-k1" and embedding.filter.dim == 8
@@ -224,7 +220,7 @@ def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, 
 
     with Store(path=tmp_path / "q") as opened:
         stored = opened.filter_of("c-calibrated-r4-k1")
-        assert opened.info("c-calibrated-r4-k1").settings["pooling"] == "last"
+        assert opened.info("c-calibrated-r4-k1").settings["pooling"] == "last+mean"
     np.testing.assert_allclose(stored.query_mean, embedding.filter.query_mean, atol=1e-5)
 
 
