@@ -13,7 +13,9 @@ from rag_embfilter.files import write_json
 if TYPE_CHECKING:
     from rag_embfilter.store import Store
 
-app = typer.Typer(help="List collections, show what made them, adopt or delete them.", no_args_is_help=True)
+app = typer.Typer(
+    help="List collections, show what made them, switch aliases, adopt or delete.", no_args_is_help=True
+)
 Name = Annotated[str, typer.Argument(help="Full name of a collection.")]
 
 
@@ -28,11 +30,14 @@ def list_all(
     """List all collections with their size, filter and backbone."""
     with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
         rows = [_row(store, name) for name in store.names()]
+        aliases = store.aliases()
     columns = ["name", "points", "dims", "filter", "backbone", "template", "created"]
     if rows:
         show.out.print(show.table("Collections", columns, [[show.escape(c) for c in row] for row in rows]))
     else:
         show.out.print("No collections yet. Make some: python -m pipelines ingest FOLDER --collection NAME")
+    for alias, collection in sorted(aliases.items()):
+        show.out.print(show.escape(f"Alias {alias} stands for {collection}."), soft_wrap=True)
     if json_file is not None:
         write_json(json_file, [dict(zip(columns, row, strict=True)) for row in rows])
 
@@ -95,6 +100,38 @@ def delete(
             raise typer.Exit(1)
         store.delete(name)
     show.out.print(f"Deleted {show.escape(name)} ({points:,} points).", soft_wrap=True)
+
+
+@app.command("switch")
+@show.guarded
+def switch(
+    alias: Annotated[str, typer.Argument(help="The name that readers use.")],
+    name: Annotated[str, typer.Argument(help="Full name of the collection that it shall stand for.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also with other counts, or no fingerprint.")
+    ] = False,
+    drop_old: Annotated[
+        bool, typer.Option("--drop-old", help="Then delete the collection it stood for.")
+    ] = False,
+    qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
+    qdrant_url: options.QdrantUrl = None,
+    qdrant_key: options.QdrantKey = None,
+) -> None:
+    """Move an alias to another collection in one step, so that readers never wait.
+
+    The new collection must hold as many points as the old one, and know what made it. The same command
+    with the old name goes back.
+    """
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        old = store.switch(alias, name, force)
+        now = store.aliases()[alias]
+        if drop_old and old not in (None, now):
+            store.delete(str(old))
+    was = f", was {old}" + (" (deleted)" if drop_old and old != now else "") if old else ""
+    show.out.print(show.escape(f"{alias} stands for {now}{was}."), soft_wrap=True)
+    if old not in (None, now) and not drop_old:
+        back = f"Back: python -m pipelines collections switch {alias} {old}"
+        show.out.print(show.escape(back), soft_wrap=True)
 
 
 @app.command("adopt")

@@ -53,9 +53,12 @@ class Store(Connected):
     def info(self, name: str, count: bool = True) -> CollectionInfo:
         """What a collection holds and what made it. Raises `StoreError` when there is none of this name.
 
-        `count=False` leaves the points uncounted (-1), which is quicker.
+        Of an alias it is the collection's own name that is given: who searches by that never meets
+        another collection, also when the alias is moved meanwhile. `count=False` leaves the points
+        uncounted (-1), which is quicker.
         """
         self._require_there(name)
+        name = self.aliases().get(name, name)
         with self._calling() as client:
             found = client.get_collection(name)
             points = client.count(name, exact=True).count if count else -1
@@ -238,6 +241,35 @@ class Store(Connected):
         made = made_by(encoder, embfilter, str(info.made.get("base") or name))
         with self._calling() as client:
             client.update_collection(name, metadata={KEY: made})
+
+    def switch(self, alias: str, name: str, force: bool = False) -> str | None:
+        """Let an alias stand for a collection from now on, in one step; readers see the old one or the new.
+
+        The new collection must have a fingerprint and as many points as the one it takes the place of,
+        unless `force`. Switching to the old one again is the way back.
+
+        Returns: the collection that it stood for, if any. Raises `StoreError` when it may not be moved.
+        """
+        check_name(alias)
+        info = self.info(name)
+        if alias in self.names():
+            raise StoreError(f"{alias!r} is a collection; an alias needs a name of its own.")
+        old = self.aliases().get(alias)
+        if info.fingerprint is None and not force:
+            raise StoreError(f"collection {info.name!r} has no fingerprint; adopt it first, or force it.")
+        if old is not None and not force and self.count(old) != info.points:
+            raise StoreError(
+                f"collection {info.name!r} holds {info.points} points, and {old!r}, which {alias!r} stands "
+                f"for, {self.count(old)}. Bring them in step (ingest, refilter), or force it."
+            )
+        operations: list[models.AliasOperations] = []
+        if old is not None:
+            operations.append(models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=alias)))
+        made = models.CreateAlias(collection_name=info.name, alias_name=alias)
+        operations.append(models.CreateAliasOperation(create_alias=made))
+        with self._calling() as client:
+            client.update_collection_aliases(operations)
+        return old
 
     def delete(self, name: str) -> None:
         """Remove a collection and all its points. Raises `StoreError` for an absent name and an alias."""

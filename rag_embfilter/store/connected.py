@@ -72,9 +72,14 @@ class Connected:
         with self._calling() as client:
             return sorted(c.name for c in client.get_collections().collections)
 
+    def aliases(self) -> dict[str, str]:
+        """Aliases, and the collections they stand for."""
+        with self._calling() as client:
+            return {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
+
     def exists(self, name: str) -> bool:
         """Whether there is a collection or an alias of this name."""
         with self._calling() as client:
             if client.collection_exists(name):
                 return True
-            return any(alias.alias_name == name for alias in client.get_aliases().aliases)
+        return name in self.aliases()

@@ -323,6 +323,34 @@ def test_threads_take_turns(store, encoder, edge):
     assert store.info("c-edge-r4").points == 80
 
 
+def test_an_alias_is_switched_in_one_step_back_and_never_to_something_else(store, encoder, edge, tail):
+    nodes = [TextNode(text=t, id_=f"{9 + i:032x}") for i, t in enumerate("xyz")]
+    raw = encoder.encode_documents(["x", "y", "z"])
+    for embfilter in (edge, tail):
+        store.create(f"c-{embfilter.name}", encoder, embfilter, "c")
+        store.upsert(f"c-{embfilter.name}", nodes, embfilter.apply(raw))
+    old, new = f"c-{edge.name}", f"c-{tail.name}"
+    assert store.switch("live", old) is None
+    reader = store.info("live")  # a reader that began before the switch
+    assert reader.name == old
+    assert store.switch("live", new) == old and store.info("live").name == new
+    hits = store.search(reader.name, edge.apply(raw[:1]), fingerprint=reader.fingerprint)
+    assert hits[0][0].text == "x"
+    assert store.switch("live", old) == new
+    store.remove(new, [nodes[0].id_])
+    with pytest.raises(StoreError, match="holds 2 points, and 'c-.*', which 'live' stands for, 3"):
+        store.switch("live", new)
+    assert store.aliases() == {"live": old}
+    assert store.switch("live", new, force=True) == old
+    with pytest.raises(StoreError, match="is a collection; an alias needs"):
+        store.switch(old, new)
+    with pytest.raises(StoreError, match="'zz' is not in"):
+        store.switch("live", "zz")
+    _foreign(store, "theirs", 8)
+    with pytest.raises(StoreError, match="has no fingerprint; adopt it first"):
+        store.switch("live", "theirs")
+
+
 def test_an_alias_is_read_through_and_never_deleted(store, encoder, edge):
     ingest(_documents("one"), encoder, [edge], store, "c")
     change = models.CreateAlias(collection_name="c-edge-r4", alias_name="live")

@@ -236,6 +236,19 @@ def test_search_in_another_dtype_says_so_and_finds_the_same(run, stored):
     assert found.err == "note: vectors were computed in float32, the question in bfloat16.\n"
 
 
+def test_switching_an_alias_and_dropping_what_it_stood_for(run, stored):
+    assert "live stands for docs-raw." in run("collections", "switch", "live", "docs-raw").out
+    out = run("collections", "switch", "live", "docs-edge-r2").out
+    assert "live stands for docs-edge-r2, was docs-raw." in out
+    assert "Back: python -m pipelines collections switch live docs-raw" in out
+    assert "Alias live stands for docs-edge-r2." in run("collections", "list").out
+    run("collections", "switch", "live", "docs-raw")
+    out = run("collections", "switch", "live", "docs-edge-r2", "--drop-old").out
+    assert "was docs-raw (deleted)" in out and "docs-raw" not in run("collections", "list").out
+    again = run("collections", "switch", "live", "docs-edge-r2", "--drop-old").out
+    assert "deleted" not in again and "docs-edge-r2" in run("collections", "list").out
+
+
 def test_search_by_base_name_full_name_and_alias(run, stored, tmp_path):
     with Store(path=tmp_path / "qdrant") as store:
         alias = models.CreateAlias(collection_name="docs-raw", alias_name="live")
