@@ -123,8 +123,8 @@ LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
     "--template": lambda word: word in TEMPLATES,
-    "--pooling": lambda word: word in POOLINGS,
 }
+CHOOSE_LISTS = {"--pooling": lambda word: word in POOLINGS}  # one value for every other command
 
 
 def expand_lists(argv: Sequence[str]) -> list[str]:
@@ -135,16 +135,17 @@ def expand_lists(argv: Sequence[str]) -> list[str]:
     """
     expanded: list[str] = []
     words = list(argv)
+    lists = LISTS | (CHOOSE_LISTS if words[:1] == ["choose"] else {})
     while words:
         word = words.pop(0)
         option, _, value = word.partition("=")
-        if option not in LISTS:
+        if option not in lists:
             expanded.append(word)
             continue
         values = [value] if value else words[:1]
         if not value:
             words = words[1:]
-        while words and LISTS[option](words[0].split(",")[0]):
+        while words and lists[option](words[0].split(",")[0]):
             values.append(words.pop(0))
         if not values:
             expanded.append(option)

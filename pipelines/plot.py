@@ -187,7 +187,9 @@ def _tokens(axis: Axes, reading: Reading, frequent: set[int], name: str) -> None
     """Bars of an embedding's strongest tokens; frequent ones in another colour."""
     colours = [COLOURS[1] if token in frequent else COLOURS[0] for token in reading.ids]
     places = range(len(reading.tokens), 0, -1)
-    axis.barh(places, reading.logits, color=colours, height=0.72)
+    # Logits may be negative, and all alike: bars start a little below the weakest of them.
+    start = min(0.0, min(reading.logits) - 0.2 * (max(reading.logits) - min(reading.logits)) - 1e-6)
+    axis.barh(places, [logit - start for logit in reading.logits], color=colours, height=0.72)
     axis.set_yticks(places, [_plain(repr(token)) for token in reading.tokens], fontsize=9)
     axis.set_xticks([])
     axis.set_title(_plain(name), loc="left", fontsize=10, color="#52606d")

@@ -56,7 +56,7 @@ def refilter(
     from pipelines.search_cmd import embedder_of
     from rag_embfilter.files import write_json
     from rag_embfilter.fitting import fit
-    from rag_embfilter.store import check_name
+    from rag_embfilter.store import check_name, collection_name
 
     check_name(base)
     questions = options.read_questions(example_questions)
@@ -69,7 +69,12 @@ def refilter(
             )
             _vouched(store, source_collection, encoder, base)
         filters, specs = options.make_filters(encoder, filter_types, filter_ratios, False, keep)
-        filters += [fit(spec, encoder, store, base, questions) for spec in specs]
+        for spec in specs:
+            embfilter = fit(spec, encoder, store, base, questions)
+            filters.append(embfilter)
+            name = collection_name(base, embfilter)
+            if questions and store.exists(name) and embfilter.filter_type == "calibrated":
+                store.set_query_mean(name, embfilter)
         rows = _run(store, f"{base}-raw", encoder, base, [f for f in filters if f.name != "raw"])
     if json_file is not None:
         write_json(json_file, rows)

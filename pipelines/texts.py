@@ -22,7 +22,7 @@ def texts_of(path: Path) -> Iterator[str]:
         )
     with file.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            if text := (_passage(line, file, number) if file.suffix == ".jsonl" else line).strip():
+            if text := (_passage(line, file, number) if file.suffix.lower() == ".jsonl" else line).strip():
                 yield text
 
 
@@ -31,8 +31,11 @@ def _passage(line: str, file: Path, number: int) -> str:
         return ""
     try:
         record = json.loads(line)
-        return f"{record.get('title') or ''} {record['text']}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        title, text = record.get("title") or "", record["text"]
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise TypeError("title and text must be texts")
+        return f"{title} {text}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{str(file)!r} line {number} is not a passage: expected an object with a text ({error})."
         ) from error

@@ -91,11 +91,12 @@ class Encoder:
         padding_side: str = "right",
     ) -> None:
         several = [template] if isinstance(template, str | Template) else list(template)
-        if not several or len(set(several)) < len(several) or (len(several) > 1 and query_template):
+        self.templates = resolve_templates(several, query_template, pooling)
+        alike = len(set(self.templates)) < len(self.templates)
+        if not several or alike or (len(several) > 1 and query_template):
             raise ConfigError(
                 f"template {several}: expected one or more, no two alike; query_template is for one alone."
             )
-        self.templates = resolve_templates(several, query_template, pooling)
         self._named = _names(several, query_template) | {
             "pooling": pooling or _common_pooling(self.templates)
         }
@@ -151,7 +152,17 @@ class Encoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON."""
+        """What makes this encoder again: `Encoder`'s arguments of the same names, ready for JSON.
+
+        Raises `ConfigError` for `Template` objects that such arguments cannot express.
+        """
+        named = self._named["template"]
+        again = [named] if isinstance(named, str) else named
+        if resolve_templates(again, self._named["query_template"], self._named["pooling"]) != self.templates:
+            raise ConfigError(
+                "these Template objects cannot be written down as names and format strings with one pooling, "
+                "as a collection's settings need; give names, format strings, or pooling='last+mean'."
+            )
         name, revision = self.backbone.name, self.backbone.revision
         local = revision.startswith("sha256:")
         if local and name not in PACKAGED:  # a path: as good from any other folder
@@ -246,14 +257,17 @@ class Encoder:
         counts = np.bincount([place[text] for text in texts], minlength=len(unique))
         width = self.backbone.hidden_size
         pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
+        passed = told = 0
         for numbers in self._passes:
             rows = self._builders[numbers[0]].rows(unique, role)
             for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
                 parts = self._forward([rows[i] for i in chosen], [self.templates[n] for n in numbers])
                 for number, part in zip(numbers, parts, strict=True):
                     pooled[chosen, number * width : (number + 1) * width] = part.cpu().numpy()
-                if progress is not None and numbers[0] == 0:
-                    progress(int(counts[chosen].sum()))
+                passed += int(counts[chosen].sum())
+                if progress is not None and passed // len(self._passes) > told:
+                    progress(passed // len(self._passes) - told)
+                    told = passed // len(self._passes)
             if numbers[0] == 0:
                 lost = np.array([row.lost for row in rows])
                 done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))

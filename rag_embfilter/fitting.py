@@ -134,13 +134,15 @@ def stand_in_questions(passages: Iterable[str], n: int = STAND_INS, seed: int = 
     """
     firsts = [SENTENCE_END.split(p.strip(), maxsplit=1)[0].strip() for p in sample(passages, n, seed)]
     firsts = [first for first in firsts if first]
-    return firsts + [_asked(first) for first in firsts if not first.endswith(QUESTION_ENDS)]
+    asked = [_asked(first) for first in firsts if not first.rstrip("!").endswith(QUESTION_ENDS)]
+    return firsts + [question for question in asked if any(c.isalnum() for c in question)]
 
 
 def _asked(sentence: str) -> str:
     """The opening words of a sentence as a question."""
     opening = " ".join(sentence.split()[:OPENING_WORDS]).rstrip(".,;:!。！、，")
-    return f"{opening[:1].lower()}{opening[1:]}?"
+    acronym = opening[:2].isupper() and len(opening.split()[0]) > 1 if opening else False
+    return f"{opening}?" if acronym else f"{opening[:1].lower()}{opening[1:]}?"
 
 
 def sample(texts: Iterable[str], n: int, seed: int = 0) -> list[str]:

@@ -44,10 +44,7 @@ def read(
     Raises `ConfigError` for several templates or a `top` that is not between 1 and the vocabulary's size.
     """
     backbone = encoder.backbone
-    if encoder.hidden_size != backbone.hidden_size:
-        raise ConfigError("the lens reads one template at a time; make an encoder with a single one.")
-    if not 1 <= top <= len(backbone.unembedding):
-        raise ConfigError(f"top {top}: expected 1 to {len(backbone.unembedding)}, the vocabulary's size.")
+    check(encoder, top)
     vectors = np.asarray(embeddings, dtype=np.float32)
     if embfilter is not None:
         back = np.linalg.pinv(embfilter.matrix.astype(np.float64)).T
@@ -56,6 +53,15 @@ def read(
         Reading(tuple(shown(encoder, i) for i in row), tuple(row), tuple(strengths))
         for row, strengths in _strongest(backbone, torch.from_numpy(vectors), top)
     ]
+
+
+def check(encoder: Encoder, top: int) -> None:
+    """Raise `ConfigError` for what `read` cannot do, before anything is encoded."""
+    if encoder.hidden_size != encoder.backbone.hidden_size:
+        raise ConfigError("the lens reads one template with one pooling; make an encoder with a single one.")
+    tokens = int(encoder.backbone.used_rows.sum())
+    if not 1 <= top <= tokens:
+        raise ConfigError(f"top {top}: expected 1 to {tokens}, the vocabulary's size.")
 
 
 def _strongest(backbone: Backbone, vectors: Tensor, top: int) -> Iterator[tuple[list[int], list[float]]]:

@@ -200,7 +200,7 @@ def _checked_dim(source: Source, filter_type: str, ratio: int, band_start: int |
     if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio < 1:
         raise ConfigError(f"filter_ratio {ratio!r}: expected a whole number of 1 or more.")
     if hidden // ratio < source.blocks:
-        each = " for each template" if source.blocks > 1 else ""
+        each = " for each template and pooling" if source.blocks > 1 else ""
         raise ConfigError(
             f"filter_ratio {ratio} leaves no dimension of {hidden}{each}; the largest ratio is "
             f"{hidden // source.blocks}."

@@ -131,6 +131,8 @@ class Store(Connected):
                 "or delete the collection and ingest again."
             )
         loaded = EmbFilter.load(path)
+        if "query_mean" not in settings:
+            return loaded
         return replace(loaded, query_mean=np.array(settings["query_mean"], dtype=np.float32))
 
     def set_query_mean(self, name: str, embfilter: EmbFilter) -> None:

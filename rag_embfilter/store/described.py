@@ -13,6 +13,7 @@ from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Fingerprint
+from rag_embfilter.recipes import RECIPES
 
 KEY = "embfilter"  # our part of a collection's metadata
 
@@ -67,7 +68,9 @@ def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]
     chosen = ("filter_type", "filter_ratio", "band_start", "seed")
     settings |= {key: embfilter.parts[key] for key in chosen if key in embfilter.parts}
     if "fit" in embfilter.parts:
-        settings |= {"filter_file": filter_file(embfilter), "query_mean": mean_of(embfilter)}
+        settings["filter_file"] = filter_file(embfilter)
+        if RECIPES[embfilter.filter_type].centred:
+            settings["query_mean"] = mean_of(embfilter)
     return {
         "fingerprint": fingerprint.digest,
         "parts": dict(fingerprint.parts),

@@ -91,7 +91,7 @@ def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart
 def test_dimensions_that_cannot_be_halved_are_shared_as_evenly_as_can_be(both):
     assert EmbFilter.from_encoder(both, "tail", 6).dim == 5  # 32 // 6, as 3 and 2
     assert EmbFilter.from_encoder(both, "raw").dim == 64
-    with pytest.raises(ConfigError, match="for each template; the largest ratio is 16"):
+    with pytest.raises(ConfigError, match="for each template and pooling; the largest ratio is 16"):
         EmbFilter.from_encoder(both, "edge", 17)
     with pytest.raises(ConfigError, match="single template"):
         EmbFilter.from_encoder(both, "edge", 4, band_start=0)
