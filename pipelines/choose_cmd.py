@@ -64,22 +64,24 @@ def choose(
 
     loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
     model = load_backbone(backbone, revision, device, dtype)
+    template = list(dict.fromkeys(template))
     groups = [[each] for each in template] + [list(pair) for pair in combinations(template, 2)]
     specs = options.filter_specs(filter_types, filter_ratios, keep)
     questions = options.read_questions(example_questions)
-    texts = sum(len(s.corpus) + len(s.queries) for s in loaded) * len(template)
+    texts = sum(len(s.corpus) + len(s.queries) for s in loaded) + len(questions or [])
     with show.progress_bar() as progress:
         task = progress.add_task("encoding", total=texts, unit="texts")
         grid = choosing.Grid(
-            model, loaded, groups, pooling, questions, max_length, lambda n: progress.advance(task, n)
+            model, loaded, groups, specs, pooling, questions, max_length, lambda n: progress.advance(task, n)
         )
-    choice = choosing.choose(grid.candidates(specs))
+        progress.update(task, description="encoded; scoring")
+        choice = choosing.choose(grid.candidates())
     _print(choice, loaded, pseudo)
     if questions is None and not pseudo:
         questions = sample([q for each in loaded for q in each.queries.values()], EXAMPLES)
-    settings = _config(choice.chosen, backbone, revision, max_length, questions or [])
+    settings = _config(choice.chosen, grid, questions or [])
     if config is not None:
-        _write(config, settings, grid, choice.chosen)
+        settings = _write(config, settings, grid, choice.chosen)
     if json_file is not None:
         write_json(json_file, _json(choice, settings, loaded, pseudo))
 
@@ -95,35 +97,37 @@ def _pseudo(path: Path) -> EvalSet:
     return pseudo_set(path.resolve().stem, load_corpus(file))
 
 
-def _config(
-    chosen: Candidate, backbone: str, revision: str | None, max_length: int, questions: list[str]
-) -> Config:
-    """The choice as a configuration; a calibrated one carries example questions."""
-    templates, spec = chosen.words.templates, chosen.spec
+def _config(chosen: Candidate, grid: Grid, questions: list[str]) -> Config:
+    """The choice as a configuration that holds anywhere; a calibrated one carries example questions."""
+    spec, encoder = chosen.spec, grid.encoder(chosen.words).settings
     return Config(
-        model_name=backbone,
-        template=templates[0] if len(templates) == 1 else list(templates),
+        model_name=encoder["backbone"],
+        template=encoder["template"],
         filter_type=spec.filter_type,
         filter_ratio=spec.filter_ratio,
-        max_length=max_length,
-        revision=revision,
+        max_length=encoder["max_length"],
+        revision=encoder["revision"],
         pooling=chosen.words.pooling,
         keep=spec.keep,
         example_questions=tuple(questions) if spec.filter_type == "calibrated" else (),
     )
 
 
-def _write(path: Path, settings: Config, grid: Grid, chosen: Candidate) -> None:
+def _write(path: Path, settings: Config, grid: Grid, chosen: Candidate) -> Config:
     """Write a configuration, and beside it the filter when it is a fitted one."""
+    embfilter = grid.fit(chosen)
+    made = grid.encoder(chosen.words).fingerprint | embfilter.fingerprint
+    settings = replace(settings, fingerprint=made.digest)
     if chosen.spec.fitted:
-        file = path.with_suffix(".safetensors")
-        grid.fit(chosen).save(file)
-        settings = replace(settings, filter_file=file.name)
+        file = path.with_name(f"{path.name}.safetensors")
+        embfilter.save(file)
+        settings = replace(settings, filter_file=str(file))
     settings.write(path)
     show.out.print(
         f"Config, for `ingest --config` and EmbFilterEmbedding.from_config: {show.escape(str(path))}",
         soft_wrap=True,
     )
+    return settings
 
 
 def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rag_embfilter.filters import EmbFilter
     from rag_embfilter.lens import Reading
 
+DRAWN = 12  # texts in a picture
+
 Corpus = Annotated[
     Path | None,
     typer.Option(
@@ -70,11 +72,13 @@ def lens(
     options.check_picture(plot)
     drawn = _drawn(texts, passages, sample_size)
     encoder = options.make_encoder(backbone, revision, template, None, pooling, max_length, device, dtype)
+    looking.check(encoder, top)
     raw = encoder.encode_documents([*(texts or []), *drawn])
     shown, of_corpus = raw[: len(texts or [])], raw[len(texts or []) :]
     filters = _filters(encoder, filter_types, filter_ratios, of_corpus)
     counts, source = _counts(encoder, corpus or passages)
     common = frequent_tokens(counts, encoder.backbone.used_rows)
+    common = common[counts[common] > 0]
     readings = {f.name: looking.read(encoder, shown, f, top) for f in filters}
     counted = {f.name: looking.read(encoder, of_corpus, f, top) for f in filters} if drawn else readings
     shares = {name: looking.frequent_share(found, common) for name, found in counted.items()}
@@ -82,7 +86,9 @@ def lens(
     _print(texts or [], readings, shares, f"{over}; frequencies: {source}", top)
     if plot is not None:
         title = f"{encoder.backbone.name.rsplit('/')[-1]}, {over}"
-        lens_panels(texts or [], readings, shares, set(common.tolist()), title, plot)
+        if len(texts or []) > DRAWN:
+            show.err.print(f"[yellow]note:[/] only the first {DRAWN} texts are drawn.")
+        lens_panels((texts or [])[:DRAWN], readings, shares, set(common.tolist()), title, plot)
         show.out.print(f"Picture: {show.escape(str(plot))}", soft_wrap=True)
     if json_file is not None:
         found = {name: [vars(reading) for reading in each] for name, each in readings.items()}
@@ -94,8 +100,12 @@ def _drawn(texts: Sequence[str] | None, passages: Path | None, size: int) -> lis
     """Passages to look at. Raises `ConfigError` when there is nothing to look at."""
     from pipelines.texts import texts_of
     from rag_embfilter.fitting import sample
+    from rag_embfilter.inputs import fault
 
     drawn = sample(texts_of(passages), size) if passages else []
+    if odd := [text for text in drawn if fault(text)]:
+        show.err.print(f"[yellow]note:[/] {len(odd)} passages that are not valid Unicode are left out.")
+        drawn = [text for text in drawn if not fault(text)]
     if not drawn and (passages or not texts):
         nothing = f"{str(passages)!r} holds no text" if passages else "there is no text"
         raise ConfigError(f"{nothing} to look at; give texts, or --passages with a file of some.")

@@ -14,7 +14,9 @@ from rag_embfilter.errors import ConfigError
 from rag_embfilter.eval_set import EvalSet, Passage
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fitting import SENTENCE_END, FilterSpec
+from rag_embfilter.making import MIN_QUESTIONS
 from rag_embfilter.metrics import MIN_QUERIES, Comparison, compare, rank_metrics
+from rag_embfilter.recipes import MIN_CORPUS, RECIPES
 from rag_embfilter.templates import Template, resolve_templates
 
 FloatArray = NDArray[np.float32]
@@ -112,11 +114,14 @@ class Grid:
         backbone: a loaded one.
         eval_sets: scored apart, and their questions put together.
         templates: groups that are joined, such as `[["prompteol"], ["prompteol", "echo"]]`.
+        specs: filters; `raw` is always among them. Fitted ones are fitted on each set's passages.
         poolings: tried for single templates besides their own; they cost no pass.
         questions: example questions for calibrated filters; by default each set's own questions, without
             their judgements.
         max_length: longest text in tokens.
         progress: called with the number of texts encoded.
+
+    Raises `ConfigError` for what no filter could be made of, before anything is encoded.
     """
 
     def __init__(
@@ -124,12 +129,15 @@ class Grid:
         backbone: Backbone,
         eval_sets: Sequence[EvalSet],
         templates: Sequence[Sequence[str]],
+        specs: Sequence[FilterSpec],
         poolings: Sequence[str] = (),
         questions: Sequence[str] | None = None,
         max_length: int = 512,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.backbone, self.max_length = backbone, max_length
+        self.specs = list(dict.fromkeys([FilterSpec("raw", 1), *specs]))
+        _require_possible(eval_sets, self.specs, questions)
         found = [Words(tuple(group)) for group in templates]
         found += [Words(tuple(group), each) for group in templates for each in poolings if len(group) == 1]
         unique: dict[tuple[Template, ...], Words] = {}
@@ -141,25 +149,29 @@ class Grid:
         # A unit vector per template again: joined ones are scaled by how many they are.
         scale = np.float32(np.sqrt(len(every)))
         self._place = {each: i * backbone.hidden_size for i, each in enumerate(every)}
+        given = encoder.encode_queries(questions, progress=progress) * scale if questions else None
         self._sets: list[_Embedded] = []
         for eval_set in eval_sets:
             passages = encoder.encode_documents(list(eval_set.passages().values()), progress=progress)
             asked = encoder.encode_queries(list(eval_set.queries.values()), progress=progress)
-            examples = encoder.encode_queries(questions) if questions else asked
-            self._sets.append(_Embedded(eval_set, passages * scale, asked * scale, examples * scale))
+            passages *= scale
+            asked *= scale
+            self._sets.append(_Embedded(eval_set, passages, asked, asked if given is None else given))
 
-    def candidates(self, specs: Sequence[FilterSpec]) -> list[Candidate]:
-        """Scores of all filters, `raw` always among them; fitted ones are fitted on each set's passages."""
+    def candidates(self) -> list[Candidate]:
+        """The scores of all filters with all words, but for ratios too large for words that are joined."""
         grid = []
         for words in self.words:
-            encoder = self._encoder(words)
-            for spec in dict.fromkeys([FilterSpec("raw", 1), *specs]):
+            encoder = self.encoder(words)
+            parts = [self._parts(each, words) for each in self._sets]
+            for spec in self.specs:
+                if spec.filter_ratio * len(words.resolved) > self.backbone.hidden_size:
+                    continue
                 scores: dict[str, float] = {}
-                for each in self._sets:
-                    passages = self._part(each.passages, words)
-                    embfilter = spec.make(encoder, passages, self._part(each.examples, words))
-                    asked = embfilter.apply(self._part(each.asked, words), role="query")
-                    run = _run(each.eval_set, embfilter.apply(passages), asked)
+                for each in parts:
+                    embfilter = spec.make(encoder, each.passages, each.examples)
+                    asked = embfilter.apply(each.asked, role="query")
+                    run = _run(each.eval_set, embfilter.apply(each.passages), asked)
                     found = rank_metrics(each.eval_set.qrels, run).per_query["ndcg_at_10"]
                     scores |= {f"{each.eval_set.name}/{query}": score for query, score in found.items()}
                 grid.append(Candidate(words, spec, embfilter.dim, scores))
@@ -167,20 +179,44 @@ class Grid:
 
     def fit(self, candidate: Candidate) -> EmbFilter:
         """A candidate's filter, for use: a fitted one is fitted on the passages of all sets together."""
-        words = candidate.words
-        passages = np.concatenate([self._part(each.passages, words) for each in self._sets])
-        examples = np.concatenate([self._part(each.examples, words) for each in self._sets])
-        return candidate.spec.make(self._encoder(words), passages, examples)
+        parts = [self._parts(each, candidate.words) for each in self._sets]
+        passages = np.concatenate([each.passages for each in parts])
+        examples = np.concatenate([each.examples for each in parts])
+        return candidate.spec.make(self.encoder(candidate.words), passages, examples)
 
-    def _encoder(self, words: Words) -> Encoder:
-        return Encoder(self.backbone, words.templates, words.pooling, self.max_length)
+    def encoder(self, words: Words) -> Encoder:
+        """The encoder of these words alone."""
+        names = words.templates[0] if len(words.templates) == 1 else words.templates
+        return Encoder(self.backbone, names, words.pooling, self.max_length)
 
-    def _part(self, embeddings: FloatArray, words: Words) -> FloatArray:
-        """Embeddings as an encoder of these words makes them."""
+    def _parts(self, each: _Embedded, words: Words) -> _Embedded:
+        """A set's embeddings as an encoder of these words makes them."""
         width = self.backbone.hidden_size
-        starts = [self._place[each] for each in words.resolved]
-        parts = [embeddings[:, start : start + width] for start in starts]
-        return np.hstack(parts) / np.float32(np.sqrt(len(parts)))
+        starts = [self._place[template] for template in words.resolved]
+
+        def part(embeddings: FloatArray) -> FloatArray:
+            found = [embeddings[:, start : start + width] for start in starts]
+            return np.hstack(found) / np.float32(np.sqrt(len(found)))
+
+        return _Embedded(each.eval_set, part(each.passages), part(each.asked), part(each.examples))
+
+
+def _require_possible(
+    eval_sets: Sequence[EvalSet], specs: Sequence[FilterSpec], questions: Sequence[str] | None
+) -> None:
+    """Raise `ConfigError` for sets that fitted filters could not be fitted on."""
+    fitted = [spec for spec in specs if spec.fitted]
+    for each in eval_sets if fitted else ():
+        if len(each.corpus) < MIN_CORPUS:
+            raise ConfigError(
+                f"set {each.name!r} has {len(each.corpus)} passages; {fitted[0].filter_type} needs at least "
+                f"{MIN_CORPUS}. Give a larger set, or leave out filters that are fitted."
+            )
+        asked = len(each.queries if questions is None else questions)
+        if asked < MIN_QUESTIONS and any(RECIPES[spec.filter_type].centred for spec in fitted):
+            raise ConfigError(
+                f"set {each.name!r}: {asked} example questions; calibrated needs at least {MIN_QUESTIONS}."
+            )
 
 
 def pick(grid: Sequence[Candidate], queries: Sequence[str], tolerance: float = TOLERANCE) -> Candidate:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +126,15 @@ class EmbFilterEmbedding(BaseEmbedding):
     def from_config(cls, path: str | Path, **settings: Any) -> EmbFilterEmbedding:
         """The embedder of a configuration that `choose --config` wrote; `settings` go before what it holds.
 
-        Raises `ConfigError` for another kind of file, or a fitted type without `filter_file`.
+        For an index of your own. A collection that `ingest` filled is fitted on what it ingested: open it
+        with `EmbFilterEmbedding(**info.settings, fingerprint=info.fingerprint.digest)`.
+
+        Raises `ConfigError` for another kind of file or a fitted type without `filter_file`,
+        `FingerprintMismatch` when the backbone or the filter is not what was chosen.
         """
-        config = Config.read(path)
-        if (file := settings.pop("filter_file", None)) is not None:
-            config = replace(config, filter_file=str(file))
-        return cls(**config.embedder_settings() | settings)
+        if "filter_file" in settings:
+            settings["filter_file"] = str(settings["filter_file"])
+        return cls(**Config.read(path).changed(settings).embedder_settings() | settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings that shape vectors are fixed once the filter is made; a cache is wrapped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pipelines.app import main
 from rag_embfilter import EvalSet, evaluate
 from rag_embfilter.choose import Candidate, Grid, Words, choose, pick, pseudo_set
-from rag_embfilter.errors import ConfigError
+from rag_embfilter.errors import ConfigError, FingerprintMismatch
 from rag_embfilter.eval_set import Passage
 from rag_embfilter.fitting import FilterSpec
 
@@ -87,7 +88,7 @@ SET = EvalSet(
 
 def test_scores_are_those_of_evaluate(encoder, store):
     specs = [FilterSpec("edge", 2), FilterSpec("calibrated", 4)]
-    grid = Grid(encoder.backbone, [SET], [["prompteol"]]).candidates(specs)
+    grid = Grid(encoder.backbone, [SET], [["prompteol"]], specs).candidates()
     done = evaluate(
         SET, encoder, [_edge(encoder)], store, fitted=specs[1:], questions=list(SET.queries.values())
     )
@@ -108,8 +109,8 @@ def test_joined_templates_cost_one_pass_each(encoder):
     from tests import tiny
 
     with tiny.ForwardCounter(encoder) as counter:
-        made = Grid(encoder.backbone, [SET], [["plain"], ["echo"], ["plain", "echo"]])
-        grid = made.candidates([FilterSpec("edge", 4)])
+        templates = [["plain"], ["echo"], ["plain", "echo"]]
+        grid = Grid(encoder.backbone, [SET], templates, [FilterSpec("edge", 4)]).candidates()
     assert counter.texts == 2 * (45 + 12)
     assert {c.name: c.dim for c in grid} == {
         "plain raw": 32, "plain edge-r4": 8, "echo raw": 32, "echo edge-r4": 8,
@@ -122,10 +123,9 @@ def test_poolings_cost_no_pass_and_score_as_an_encoder_with_that_pooling(encoder
     from tests import tiny
 
     with tiny.ForwardCounter(encoder) as counter:
-        made = Grid(
-            encoder.backbone, [SET], [["prompteol"], ["prompteol", "echo"]], ["last", "mean", "last+mean"]
-        )
-        grid = {c.name: c for c in made.candidates([FilterSpec("edge", 2)])}
+        templates, poolings = [["prompteol"], ["prompteol", "echo"]], ["last", "mean", "last+mean"]
+        made = Grid(encoder.backbone, [SET], templates, [FilterSpec("edge", 2)], poolings)
+        grid = {c.name: c for c in made.candidates()}
     assert counter.texts == 2 * (45 + 12)
     words = ("prompteol", "prompteol+echo", "prompteol (mean)", "prompteol (last+mean)")
     assert list(grid) == [f"{w} {f}" for w in words for f in ("raw", "edge-r2")]  # last is prompteol's own
@@ -142,16 +142,48 @@ def test_poolings_cost_no_pass_and_score_as_an_encoder_with_that_pooling(encoder
 def test_the_fit_of_a_choice_is_that_of_its_encoder_on_all_sets(encoder):
     from rag_embfilter import EmbFilter, Encoder
 
-    made = Grid(encoder.backbone, [SET], [["plain", "echo"]])
-    *_, candidate = made.candidates([FilterSpec("calibrated", 4)])
+    other = EvalSet(
+        "garden",
+        {f"g{i}": Passage("", f"Bed {i} holds {i * 5} plants.") for i in range(35)},
+        {f"h{i}": f"where are {i * 5} plants?" for i in range(7)},
+        {f"h{i}": {f"g{i}": 1} for i in range(7)},
+    )
+    made = Grid(encoder.backbone, [SET, other], [["plain", "echo"]], [FilterSpec("calibrated", 4)])
+    *_, candidate = made.candidates()
     joined = Encoder(encoder.backbone, ["plain", "echo"])
-    corpus = joined.encode_documents(list(SET.passages().values()))
-    queries = joined.encode_queries(list(SET.queries.values()))
+    corpus = joined.encode_documents([*SET.passages().values(), *other.passages().values()])
+    queries = joined.encode_queries([*SET.queries.values(), *other.queries.values()])
     expected = EmbFilter.from_encoder(joined, "calibrated", 4, corpus=corpus, queries=queries)
     found = made.fit(candidate)
     np.testing.assert_allclose(found.document_mean, expected.document_mean, atol=1e-5)
     np.testing.assert_allclose(found.query_mean, expected.query_mean, atol=1e-5)
     np.testing.assert_allclose(found.projector(), expected.projector(), atol=1e-2)
+
+
+def test_given_questions_centre_in_place_of_the_sets_own(encoder):
+    questions = [f"is {i} a question of another kind?" for i in range(6)]
+    made = Grid(encoder.backbone, [SET], [["plain"]], [FilterSpec("calibrated", 4)], questions=questions)
+    *_, candidate = made.candidates()
+    expected = made.encoder(candidate.words).encode_queries(questions).mean(axis=0)
+    np.testing.assert_allclose(made.fit(candidate).query_mean, expected, atol=1e-6)
+
+
+def test_what_cannot_be_fitted_is_said_before_anything_is_encoded(encoder):
+    from tests import tiny
+
+    small = EvalSet("s", dict(list(SET.corpus.items())[:20]), SET.queries, SET.qrels)
+    few = EvalSet("f", SET.corpus, {"q0": "who?"}, {"q0": {"p0": 1}})
+    with tiny.ForwardCounter(encoder) as counter:
+        for eval_set, message in ((small, "'s' has 20 passages; calibrated needs"), (few, "'f': 1 example")):
+            with pytest.raises(ConfigError, match=message):
+                Grid(encoder.backbone, [eval_set], [["plain"]], [FilterSpec("calibrated", 4)])
+    assert counter.texts == 0
+
+
+def test_a_ratio_too_large_for_joined_words_is_tried_with_single_ones(encoder):
+    templates = [["plain"], ["plain", "echo"]]
+    grid = Grid(encoder.backbone, [SET], templates, [FilterSpec("edge", 32)]).candidates()
+    assert [c.name for c in grid] == ["plain raw", "plain edge-r32", "plain+echo raw"]
 
 
 def test_pseudo_questions_are_titles_or_first_sentences_and_leave_their_passage():
@@ -201,13 +233,22 @@ def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, 
 
     _write(tmp_path / "set")
     monkeypatch.setattr(choosing, "pick", lambda grid, queries, tolerance: grid[-1])
-    common = ["--backbone", str(llama), "--template", "plain", "echo", "--filter-ratios", "4", "--keep", "1"]
+    monkeypatch.chdir(llama.parent)
+    common = ["--backbone", llama.name, "--template", "plain", "echo", "--filter-ratios", "4", "--keep", "1"]
+    common += ["--max-length", "300"]
     more = ["--filter-types", "calibrated", "--pooling", "last+mean", "--config", str(tmp_path / "c.json")]
     assert main(["choose", str(tmp_path / "set"), *common, *more]) == 0
     config = json.loads((tmp_path / "c.json").read_text())
+    assert Path(config["model_name"]).is_absolute() and config["filter_file"] == "c.json.safetensors"
     assert config["pooling"] == "last+mean" and config["template"] == "echo" and config["keep"] == 1
     assert set(config["example_questions"]) == set(SET.queries.values())
+    monkeypatch.chdir(tmp_path)
     embedding = EmbFilterEmbedding.from_config(tmp_path / "c.json")
+    assert embedding.fingerprint == config["fingerprint"]
+    config["template"] = "question"
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    with pytest.raises(FingerprintMismatch):
+        EmbFilterEmbedding.from_config(tmp_path / "other.json")
     assert embedding.filter.name == "calibrated-r4-k1" and embedding.filter.dim == 8
     assert len(embedding.get_query_embedding("who knows?")) == 8
     ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]
@@ -221,12 +262,19 @@ def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, 
     with Store(path=tmp_path / "q") as opened:
         stored = opened.filter_of("c-calibrated-r4-k1")
         assert opened.info("c-calibrated-r4-k1").settings["pooling"] == "last+mean"
+        assert opened.info("c-calibrated-r4-k1").settings["max_length"] == 300
     np.testing.assert_allclose(stored.query_mean, embedding.filter.query_mean, atol=1e-5)
 
 
-def test_choosing_without_labels_says_that_it_is_a_proxy(llama, tmp_path, capsys):
+def test_choosing_without_labels_says_that_it_is_a_proxy(llama, tmp_path, capsys, monkeypatch):
+    from rag_embfilter import choose as choosing
+
     _write(tmp_path / "set")
     arguments = ["choose", str(tmp_path / "set" / "corpus.jsonl"), "--pseudo", "--backbone", str(llama)]
     assert main([*arguments, "--template", "plain", "--filter-types", "edge", "--filter-ratios", "2"]) == 0
     out = capsys.readouterr().out
+    forced = ["--filter-types", "calibrated", "--template", "plain", "--config", str(tmp_path / "c.json")]
+    monkeypatch.setattr(choosing, "pick", lambda grid, queries, tolerance: grid[-1])
+    assert main([*arguments, *forced]) == 0
+    assert "example_questions" not in json.loads((tmp_path / "c.json").read_text())
     assert "45 questions" in out and "a proxy: real ones may choose otherwise" in out

@@ -12,12 +12,22 @@ from rag_embfilter.errors import ConfigError
 
 
 def test_reads_what_it_wrote_and_finds_the_filter_beside_it(tmp_path):
-    config = Config("m", ["plain", "echo"], "calibrated", 4, 99, pooling="last", filter_file="f.safetensors")
+    config = Config(
+        "m",
+        ["plain", "echo"],
+        "calibrated",
+        4,
+        99,
+        pooling="last",
+        filter_file=str(tmp_path / "f.safetensors"),
+    )
     config.write(tmp_path / "c.json")
     found = Config.read(tmp_path / "c.json")
     assert found.filter_file == str(tmp_path / "f.safetensors")
     assert (found.templates, found.pooling, found.max_length) == (["plain", "echo"], "last", 99)
     assert "revision" not in json.loads((tmp_path / "c.json").read_text())
+    found.write(tmp_path / "again.json")  # a path from here is a path beside the file again
+    assert Config.read(tmp_path / "again.json") == found
 
 
 def test_an_embedder_from_a_config_and_what_goes_before_it(llama, tmp_path):
@@ -44,6 +54,11 @@ def test_a_fitted_type_needs_its_filter(llama, tmp_path):
     EmbFilter.from_encoder(encoder, "calibrated", 4, corpus=corpus).save(tmp_path / "f.safetensors")
     made = EmbFilterEmbedding.from_config(tmp_path / "c.json", filter_file=tmp_path / "f.safetensors")
     assert made.filter.name == "calibrated-r4"
+    Config(
+        str(llama), "plain", "calibrated", 4, filter_file=str(tmp_path / "f.safetensors"), fingerprint="x"
+    ).write(tmp_path / "d.json")
+    other = EmbFilterEmbedding.from_config(tmp_path / "d.json", filter_type="edge", filter_ratio=2)
+    assert other.filter.name == "edge-r2"  # another filter leaves file and fingerprint behind
 
 
 @pytest.mark.parametrize(
@@ -56,6 +71,14 @@ def test_a_fitted_type_needs_its_filter(llama, tmp_path):
         '{"model_name": "m", "template": "plain", "filter_type": []}',
         '{"model_name": "m", "template": "plain", "example_questions": 3}',
         '{"model_name": "m", "template": "plain", "filter_file": 3}',
+        '{"model_name": "m", "template": "plain", "example_questions": "What?"}',
+        '{"model_name": "m", "template": "plain", "keep": "0.8"}',
+        '{"model_name": "m", "template": "plain", "keep": NaN}',
+        '{"model_name": "m", "template": "plain", "keep": 5}',
+        '{"model_name": "m", "template": "plain", "max_length": null}',
+        '{"model_name": "m", "template": "plain", "filter_ratio": [2]}',
+        '{"model_name": "m", "template": {"plain": 1}}',
+        "[" * 100_000,
     ],
 )  # fmt: skip
 def test_another_kind_of_file_is_refused(tmp_path, content):

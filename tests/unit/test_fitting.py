@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from llama_index.core.schema import Document
@@ -9,7 +11,7 @@ from llama_index.core.schema import Document
 from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Store, ingest
 from rag_embfilter.errors import FingerprintMismatch, StoreError
-from rag_embfilter.fitting import FilterSpec, fit, stand_in_questions
+from rag_embfilter.fitting import FilterSpec, fit, sample, stand_in_questions
 from tests import tiny
 
 DOCUMENTS = [Document(id_=f"d{i}", text=f"Topic {i} is number {i * 7}. More on it.") for i in range(60)]
@@ -116,6 +118,33 @@ def test_stand_ins_are_first_sentences_and_openings_of_drawn_passages():
     assert stand_in_questions(["What is it? A thing.", "One two, three four five six, seven eight."]) == [
         "What is it?", "One two, three four five six, seven eight.", "one two, three four five six?",
     ]  # fmt: skip
+
+
+def test_stand_ins_that_say_nothing_are_not_asked():
+    assert stand_in_questions(["...", "Is it so?! Yes.", "NASA launches it. More."]) == [
+        "...", "Is it so?!", "NASA launches it.", "NASA launches it?",
+    ]  # fmt: skip
+
+
+def test_a_sample_is_not_the_first_of_its_stream():
+    drawn = sample((str(i) for i in range(1000)), 100)
+    assert len(set(drawn)) == 100 and drawn == sorted(drawn, key=int)
+    assert 400 < np.mean([int(each) for each in drawn]) < 600
+    assert sample(iter(["a", "b"]), 5) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["pca", "whitened", "mean_removed", "all_but_the_top"])
+def test_a_collection_of_a_fitted_baseline_can_be_searched(llama, tmp_path, capsys, kind):
+    records = [json.dumps({"_id": d.id_, "text": d.text}) for d in DOCUMENTS]
+    (tmp_path / "d.jsonl").write_text("\n".join(records))
+    common = ["--collection", "c", "--qdrant-path", str(tmp_path / "q"), "--filter-types", kind]
+    arguments = ["ingest", str(tmp_path / "d.jsonl"), "--backbone", str(llama), *common]
+    assert main(arguments) == 0
+    with Store(path=tmp_path / "q") as store:
+        (name,) = [name for name in store.names() if kind in name]
+    search = ["search", DOCUMENTS[4].text, "--collection", name, "--qdrant-path", str(tmp_path / "q")]
+    assert main(search) == 0
+    assert capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_command_line_from_ingest_to_search(llama, tmp_path, capsys):

@@ -110,7 +110,7 @@ def test_the_lens_over_a_corpus(llama, tmp_path, capsys):
     encoder = Encoder(str(llama), "plain")
     texts = [f"Rome the cat of {i}" for i in range(40)]
     counts = token_counts(encoder.backbone.tokenizer, texts, len(encoder.backbone.unembedding))
-    common = set(np.argsort(-np.where(encoder.backbone.used_rows, counts, -1), kind="stable")[:100])
+    common = {i for i in np.argsort(-counts, kind="stable")[:100] if counts[i]}
     raw = encoder.encode_documents(sample(texts, 35))
     logits = raw @ encoder.backbone.unembedding.float().numpy().T
     logits[:, ~encoder.backbone.used_rows.numpy()] = -np.inf
@@ -142,6 +142,37 @@ def test_nothing_to_look_at(llama, capsys):
     assert "there is no text to look at" in capsys.readouterr().err
     assert main(["lens", "Paris", "--backbone", str(llama), "--filter-types", "pca"]) == 1
     assert "pca is fitted on a corpus; give --passages" in capsys.readouterr().err
+
+
+def test_odd_requests_of_the_lens_end_before_anything_is_encoded(llama, tmp_path, capsys):
+    arguments = ["lens", "Paris", "--backbone", str(llama)]
+    assert main([*arguments, "--pooling", "last+mean"]) == 1
+    assert "one template with one pooling" in capsys.readouterr().err
+    rows = int(Encoder(str(llama)).backbone.used_rows.sum())
+    assert main([*arguments, "--top", str(rows + 1)]) == 1
+    assert f"expected 1 to {rows}" in capsys.readouterr().err
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    assert main([*arguments, "--passages", str(tmp_path / "deep.jsonl")]) == 1
+    assert "line 1 is not a passage" in " ".join(capsys.readouterr().err.split())
+
+
+def test_passages_that_cannot_be_encoded_are_left_out_and_a_corpus_counts_first(llama, tmp_path, capsys):
+    lines = ['{"text": "one"}', '{"text": "\\ud800 broken"}', '{"text": "two"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    (tmp_path / "counted.txt").write_text("words to count\n")
+    arguments = ["lens", "--backbone", str(llama), "--passages", str(tmp_path / "p.jsonl")]
+    assert main([*arguments, "--corpus", str(tmp_path / "counted.txt")]) == 0
+    shown = capsys.readouterr()
+    assert "1 passages that are not valid Unicode are left out" in shown.err
+    assert "2 passages of p.jsonl; frequencies: counted.txt" in shown.out
+
+
+def test_negative_logits_are_drawn_in_order(tmp_path, recwarn):
+    from pipelines.plot import lens_panels
+
+    reading = Reading(("a", "b"), (1, 2), (-80.0, -90.0))
+    lens_panels(["t"], {"raw": [reading]}, {"raw": 0.5}, {1}, "x", tmp_path / "n.png")
+    assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG") and not recwarn.list
 
 
 def test_texts_of_lines_and_of_an_eval_sets_folder(tmp_path):

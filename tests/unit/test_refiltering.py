@@ -68,8 +68,13 @@ def test_new_collections_equal_those_that_ingest_makes_and_nothing_is_encoded(
     np.testing.assert_allclose(np.stack([found[f"d{i}"] for i in range(60)]), expected, atol=1e-6)
     monkeypatch.undo()
     assert main(["search", "Topic 3", "--collection", "c-calibrated-r4", *filled]) == 0
+    with Store(path=tmp_path / "q") as store:
+        before = store.info("c-calibrated-r4").settings["query_mean"]
+    (tmp_path / "q.txt").write_text("\n".join(f"who wrote {i}?" for i in range(9)))
     assert main([*arguments, *files]) == 0
     assert "0 points written" in capsys.readouterr().out
+    with Store(path=tmp_path / "q") as store:  # other questions refit the mean of what is there
+        assert not np.allclose(store.info("c-calibrated-r4").settings["query_mean"], before, atol=1e-4)
 
 
 def test_a_run_that_stopped_goes_on(filled, tmp_path, llama):

@@ -10,7 +10,7 @@ import pytest
 from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
 from rag_embfilter.errors import ConfigError, EncodingError
-from rag_embfilter.templates import resolve_template
+from rag_embfilter.templates import TEMPLATES, resolve_template
 from tests import tiny
 
 TEXTS = ["Paris", "two words", *(f"number {i} is here" for i in range(60))]
@@ -77,6 +77,21 @@ def test_both_poolings_of_several_templates(llama):
         **{"model_name" if key == "backbone" else key: value for key, value in made.settings.items()}
     )
     assert embedding.filter.dim == 16 and embedding.encoder.fingerprint == made.fingerprint
+
+
+def test_templates_that_settings_cannot_express_are_refused_by_a_collection(llama, tmp_path):
+    odd = [resolve_template("prompteol", pooling="mean"), "question"]
+    encoder = Encoder(str(llama), odd, device="cpu")
+    with Store(path=tmp_path / "q") as store, pytest.raises(ConfigError, match="cannot be written down"):
+        store.create("c", encoder, EmbFilter.from_encoder(encoder), "c")
+    with pytest.raises(ConfigError, match="no two alike"):
+        Encoder(encoder.backbone, ["prompteol", TEMPLATES["prompteol"].document])
+
+
+def test_progress_counts_each_text_once_over_all_passes(both):
+    seen = []
+    both.encode_documents(TEXTS, progress=seen.append)
+    assert sum(seen) == len(TEXTS)
 
 
 def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart):
