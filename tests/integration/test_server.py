@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from llama_index.core.schema import Document
 from llama_index.vector_stores.qdrant import QdrantVectorStore
+from qdrant_client import models
 
 from rag_embfilter import EmbFilter, Encoder, Store, ingest
 from rag_embfilter.errors import FingerprintMismatch
+from rag_embfilter.refiltering import Refiltered, refilter
 from tests import tiny
 
 pytestmark = pytest.mark.qdrant
@@ -100,3 +103,58 @@ def test_a_large_batch_stays_under_the_servers_limit(server, encoder):
     documents = [Document(id_=f"d{i}", text=f"{i} " + "x" * 1_000_000) for i in range(40)]
     report = ingest(documents, encoder, [edge], store, base, chunk_size=None)
     assert store.info(report.collections[0]).points == 40
+
+
+def test_refilter_agrees_with_ingest_and_takes_what_somebody_else_stored(server, encoder):
+    store, base = server
+    raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 4)))
+    ingest(_documents(300), encoder, [raw, edge], store, base)
+    store.create(f"{base}-again", encoder, edge, base)
+    done = refilter(store, f"{base}-raw", {f"{base}-again": edge})
+    assert done == {f"{base}-again": Refiltered(written=300)}
+    found = [
+        {i: v for page in store.pages(name) for i, v in zip(page.ids, page.vectors, strict=True)}
+        for name in (f"{base}-edge-r4", f"{base}-again")
+    ]
+    assert found[0].keys() == found[1].keys()
+    for key, vector in found[0].items():
+        np.testing.assert_allclose(found[1][key], vector, atol=1e-5)
+    vectors = encoder.encode_documents([f"text number {i}" for i in range(5)])
+    size = models.VectorParams(size=32, distance=models.Distance.COSINE)
+    store.client.create_collection(f"{base}-theirs", vectors_config=size)
+    points = [models.PointStruct(id=i, vector=v, payload={"n": i}) for i, v in enumerate(vectors.tolist())]
+    store.client.upsert(f"{base}-theirs", points, wait=True)
+    assert store.only_vector(f"{base}-theirs") == ("", 32)
+    store.create(f"{base}-mine", encoder, edge, base)
+    refilter(store, f"{base}-theirs", {f"{base}-mine": edge}, vector="")
+    (page,) = store.pages(f"{base}-mine")
+    assert page.ids == list(range(5)) and page.payloads[3] == {"n": 3}
+    np.testing.assert_allclose(page.vectors, edge.apply(vectors), atol=1e-5)
+
+
+def test_readers_through_an_alias_never_mix_filters_while_it_is_switched(server, encoder):
+    store, base = server
+    filters = {name: EmbFilter.from_encoder(encoder, name, 4) for name in ("edge", "tail")}
+    ingest(_documents(50), encoder, list(filters.values()), store, base)
+    names = [f"{base}-{name}-r4" for name in filters]
+    alias = f"{base}-live"
+    store.switch(alias, names[0])
+    raw = encoder.encode_queries(["text number 7"])
+    faults: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            info = store.info(alias)
+            embfilter = filters[str(info.settings["filter_type"])]
+            (hits,) = store.search(info.name, embfilter.apply(raw), 1, fingerprint=info.fingerprint)
+            if hits[0].text != "text number 7" or hits[0].score < 0.999:
+                faults.append(f"{info.name}: {hits[0]}")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(20):
+        assert store.switch(alias, names[(turn + 1) % 2]) == names[turn % 2]
+    stop.set()
+    reader.join()
+    assert faults == []
