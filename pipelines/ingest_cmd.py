@@ -88,6 +88,11 @@ def ingest(
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
     filter_dir: options.FilterDir = None,
+    quantization: options.Quantization = "none",
+    on_disk: options.OnDisk = False,
+    float16: options.Float16 = False,
+    shards: options.Shards = None,
+    replicas: options.Replicas = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Write documents into one collection per filter, from a single pass of the backbone.
@@ -117,7 +122,17 @@ def ingest(
     if questions is None and config is not None:
         questions = list(chosen.example_questions) or None
     with (
-        options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store,
+        options.open_store(
+            qdrant_path,
+            qdrant_url,
+            qdrant_key,
+            filter_dir,
+            quantization=quantization,
+            on_disk=on_disk,
+            float16=float16,
+            shards=shards,
+            replicas=replicas,
+        ) as store,
         show.progress_bar() as progress,
     ):
         names = {collection_name(collection, embfilter) for embfilter in filters}

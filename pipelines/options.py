@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -114,6 +114,25 @@ QdrantUrl = Annotated[
         rich_help_panel=STORE,
     ),
 ]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        help="none, scalar (a byte a dimension) or binary (a bit), beside the whole vectors, which rank "
+        "again; for new collections on a server, as are the next four.",
+        rich_help_panel=STORE,
+    ),
+]
+OnDisk = Annotated[bool, typer.Option("--on-disk", help="Whole vectors on disk.", rich_help_panel=STORE)]
+Float16 = Annotated[
+    bool,
+    typer.Option(
+        "--float16", help="Filtered vectors in half precision; raw ones whole.", rich_help_panel=STORE
+    ),
+]
+Shards = Annotated[
+    int | None, typer.Option(help="Parts of a collection in a cluster.", rich_help_panel=STORE)
+]
+Replicas = Annotated[int | None, typer.Option(help="Copies of a collection.", rich_help_panel=STORE)]
 QdrantKey = Annotated[str | None, typer.Option("--qdrant-api-key", envvar="QDRANT_API_KEY", hidden=True)]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")
@@ -221,12 +240,20 @@ def read_questions(path: Path | None) -> list[str] | None:
     return questions
 
 
-def open_store(path: Path, url: str | None, key: str | None, filter_dir: Path | None = None) -> Store:
-    """The server when one is named, else the embedded store."""
-    from rag_embfilter.store import Store
+def open_store(
+    path: Path, url: str | None, key: str | None, filter_dir: Path | None = None, **layout: Any
+) -> Store:
+    """The server when one is named, else the embedded store, which has no layout to set."""
+    from rag_embfilter.store import Layout, Store
 
+    settings = Layout(**layout)
     if url:
-        return Store(url=url, api_key=key, filter_dir=filter_dir)
+        return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings)
+    if settings != Layout():
+        raise ConfigError(
+            "quantization, on-disk, float16, shards and replicas are a server's; give --qdrant-url, or leave "
+            "them out: the embedded store keeps whole vectors in memory."
+        )
     return Store(path=path, filter_dir=filter_dir)
 
 

@@ -46,6 +46,11 @@ def refilter(
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
     filter_dir: options.FilterDir = None,
+    quantization: options.Quantization = "none",
+    on_disk: options.OnDisk = False,
+    float16: options.Float16 = False,
+    shards: options.Shards = None,
+    replicas: options.Replicas = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Make collections for new filters from raw embeddings that are stored already.
@@ -60,7 +65,17 @@ def refilter(
 
     check_name(base)
     questions = options.read_questions(example_questions)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+    with options.open_store(
+        qdrant_path,
+        qdrant_url,
+        qdrant_key,
+        filter_dir,
+        quantization=quantization,
+        on_disk=on_disk,
+        float16=float16,
+        shards=shards,
+        replicas=replicas,
+    ) as store:
         if source_collection is None:
             encoder = embedder_of(store.info(f"{base}-raw"), device, dtype).encoder
         else:

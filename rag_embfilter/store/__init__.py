@@ -26,9 +26,10 @@ from rag_embfilter.store.described import (
     made_by,
     mean_of,
 )
+from rag_embfilter.store.layout import Layout, search_params
 from rag_embfilter.store.points import VECTOR, FloatArray, Hit, Page, conditions, hit_of
 
-__all__ = ["VECTOR", "CollectionInfo", "Hit", "Page", "Store", "check_name", "collection_name"]
+__all__ = ["VECTOR", "CollectionInfo", "Hit", "Layout", "Page", "Store", "check_name", "collection_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Store(Connected):
         timeout: seconds a server may take for one request.
         filter_dir: folder of fitted filters, one file each; by default `filters` beside `path`, or
             `.embfilter/filters`.
+        layout: quantisation, disk and shards of collections made from now on, on a server.
 
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """
@@ -78,6 +80,7 @@ class Store(Connected):
             fingerprint=Fingerprint(parts) if parts else None,
             settings=self._settings(made),
             made=made,
+            quantized=bool(found.config.quantization_config or params.quantization_config),
         )
 
     def only_vector(self, name: str) -> tuple[str, int]:
@@ -205,9 +208,12 @@ class Store(Connected):
         if "fit" in embfilter.parts:
             embfilter.save(self.filter_dir / filter_file(embfilter))
         metadata = {KEY: made_by(encoder, embfilter, base)}
-        vectors = models.VectorParams(size=embfilter.dim, distance=models.Distance.COSINE)
+        raw = embfilter.filter_type == "raw"
+        vectors = {VECTOR: self.layout.vector(embfilter.dim, raw)}
         with self._calling() as client:
-            client.create_collection(name, vectors_config={VECTOR: vectors}, metadata=metadata)
+            client.create_collection(
+                name, vectors_config=vectors, metadata=metadata, **self.layout.collection(raw)
+            )
         self._index_payload(name)
         if self.info(name).fingerprint is None:
             self.delete(name)
@@ -297,13 +303,14 @@ class Store(Connected):
             with self._calling() as client:
                 client.upsert(name, points, wait=True)
 
-    def _check_size(self, name: str, vectors: FloatArray) -> None:
-        dim = self.info(name, count=False).dim
-        if vectors.ndim != 2 or vectors.shape[1] != dim:
+    def _check_size(self, name: str, vectors: FloatArray) -> CollectionInfo:
+        info = self.info(name, count=False)
+        if vectors.ndim != 2 or vectors.shape[1] != info.dim:
             raise FingerprintMismatch(
-                f"collection {name!r} holds vectors of {dim} dimensions, these are {vectors.shape}; use the "
-                "filter that the collection was made with."
+                f"collection {name!r} holds vectors of {info.dim} dimensions, these are {vectors.shape}; "
+                "use the filter that the collection was made with."
             )
+        return info
 
     def present(self, name: str, ids: Sequence[int | str]) -> set[str]:
         """Which of these point ids the collection holds."""
@@ -376,8 +383,8 @@ class Store(Connected):
         vectors = np.asarray(vectors, dtype=np.float32)
         if fingerprint is not None:
             self.require(name, fingerprint, vectors.shape[1], writing=False)
-        self._check_size(name, vectors)
-        params = None if self.embedded or not exact else models.SearchParams(exact=True)
+        info = self._check_size(name, vectors)
+        params = None if self.embedded else search_params(info.quantized, exact)
         requests = [
             models.QueryRequest(
                 query=vector.tolist(),

@@ -14,6 +14,7 @@ from qdrant_client.local.qdrant_local import QdrantLocal
 
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.store.connection import open_embedded, open_server, readable
+from rag_embfilter.store.layout import Layout
 
 
 class Connected:
@@ -27,12 +28,14 @@ class Connected:
         client: QdrantClient | None = None,
         timeout: int = 60,
         filter_dir: str | Path | None = None,
+        layout: Layout | None = None,
     ) -> None:
         if sum(given is not None for given in (path, url, client)) != 1:
             raise ConfigError("give exactly one of path (embedded), url (server) and client.")
         self.where = str(path or url or "the given client")
         beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
         self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
+        self.layout = layout or Layout()
         self._lock = threading.RLock()
         self._owned = client is None
         self._folder_lock: Lock | None = None

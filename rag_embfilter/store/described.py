@@ -22,7 +22,8 @@ KEY = "embfilter"  # our part of a collection's metadata
 class CollectionInfo:
     """A collection and what made it; `fingerprint` is None for one that this package did not make.
 
-    `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`.
+    `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`; `quantized` says
+    that searches find candidates among quantised vectors.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CollectionInfo:
     fingerprint: Fingerprint | None
     settings: Mapping[str, Any] = field(default_factory=dict)
     made: Mapping[str, Any] = field(default_factory=dict)
+    quantized: bool = False
 
 
 def check_name(name: str) -> None:

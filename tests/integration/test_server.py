@@ -16,6 +16,7 @@ from qdrant_client import models
 from rag_embfilter import EmbFilter, Encoder, Store, ingest
 from rag_embfilter.errors import FingerprintMismatch
 from rag_embfilter.refiltering import Refiltered, refilter
+from rag_embfilter.store import Layout
 from tests import tiny
 
 pytestmark = pytest.mark.qdrant
@@ -103,6 +104,25 @@ def test_a_large_batch_stays_under_the_servers_limit(server, encoder):
     documents = [Document(id_=f"d{i}", text=f"{i} " + "x" * 1_000_000) for i in range(40)]
     report = ingest(documents, encoder, [edge], store, base, chunk_size=None)
     assert store.info(report.collections[0]).points == 40
+
+
+@pytest.mark.parametrize("quantization", ["scalar", "binary"])
+def test_quantised_collections_rank_again_with_whole_vectors(server, encoder, quantization):
+    store, base = server
+    store.layout = Layout(quantization=quantization, on_disk=True, float16=True, hnsw_m=8, shards=1)
+    raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2)))
+    ingest(_documents(300), encoder, [raw, edge], store, base)
+    name = f"{base}-edge-r2"
+    assert store.info(name).quantized and not store.info(f"{base}-raw").quantized
+    stored = store.client.get_collection(name).config.params.vectors["text-dense"]
+    assert stored.on_disk and stored.datatype == models.Datatype.FLOAT16
+    queries = edge.apply(encoder.encode_queries([f"text number {i}" for i in range(20)]))
+    found, exact = (store.search(name, queries, 1, exact=exact) for exact in (False, True))
+    for i, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
+        assert ours[0].text == theirs[0].text == f"text number {i}"
+        assert ours[0].score == pytest.approx(
+            theirs[0].score, abs=1e-5
+        )  # a whole vector's, not a quantised one's
 
 
 def test_refilter_agrees_with_ingest_and_takes_what_somebody_else_stored(server, encoder):
