@@ -15,6 +15,7 @@ from qdrant_client.common.client_exceptions import QdrantException
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from rag_embfilter.errors import StoreError
+from rag_embfilter.store.retrying import RetryingTransport
 
 OLDEST_SERVER = (1, 16)
 LOCKED = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
@@ -53,10 +54,17 @@ def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
 
 
 def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
-    """Connect to a server and check that it is one we can use. Raises `StoreError`."""
+    """Connect to a server and check that it is one we can use. Raises `StoreError`.
+
+    A wrong address fails at once; later requests wait for a server that restarts.
+    """
+    transport = RetryingTransport()
     with readable(url), _well_formed(url):
-        client = QdrantClient(url=url, api_key=api_key, timeout=timeout, check_compatibility=False)
+        client = QdrantClient(
+            url=url, api_key=api_key, timeout=timeout, check_compatibility=False, transport=transport
+        )
         version = client.info().version
+    transport.patient = True
     numbers = re.match(r"v?(\d+)\.(\d+)", str(version))
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_SERVER:
         raise StoreError(
