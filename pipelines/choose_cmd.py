@@ -25,7 +25,7 @@ EXAMPLES = 100  # questions that a configuration carries at most
 def choose(
     sets: Annotated[
         list[Path],
-        typer.Argument(metavar="EVAL_SET...", help="Eval sets; with --pseudo, .jsonl files of passages."),
+        typer.Argument(metavar="EVAL_SET...", help="Eval sets; with --pseudo also .jsonl files of passages."),
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
@@ -63,11 +63,11 @@ def choose(
     from rag_embfilter.fitting import sample
 
     loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
+    specs = options.filter_specs(filter_types, filter_ratios, keep)
+    questions = options.read_questions(example_questions)
     model = load_backbone(backbone, revision, device, dtype)
     template = list(dict.fromkeys(template))
     groups = [[each] for each in template] + [list(pair) for pair in combinations(template, 2)]
-    specs = options.filter_specs(filter_types, filter_ratios, keep)
-    questions = options.read_questions(example_questions)
     texts = sum(len(s.corpus) + len(s.queries) for s in loaded) + len(questions or [])
     with show.progress_bar() as progress:
         task = progress.add_task("encoding", total=texts, unit="texts")
@@ -123,9 +123,11 @@ def _write(path: Path, settings: Config, grid: Grid, chosen: Candidate) -> Confi
         embfilter.save(file)
         settings = replace(settings, filter_file=str(file))
     settings.write(path)
+    beside = f", with the fit in {path.name}.safetensors" if chosen.spec.fitted else ""
+    asked = f" and {len(settings.example_questions)} questions in it" if settings.example_questions else ""
+    show.out.print(show.escape(f"Config: {path}{beside}{asked}."), soft_wrap=True)
     show.out.print(
-        f"Config, for `ingest --config` and EmbFilterEmbedding.from_config: {show.escape(str(path))}",
-        soft_wrap=True,
+        "`ingest --config` ships it (and fits on what it ingests); or EmbFilterEmbedding.from_config."
     )
     return settings
 
@@ -137,7 +139,7 @@ def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
             top.append(needed)
     rows = [
         [
-            f"[green]{show.escape(c.name)}[/]" if c is choice.chosen else show.escape(c.name),
+            f"[green]{show.escape(c.name)} *[/]" if c is choice.chosen else show.escape(c.name),
             str(c.dim),
             str(len(c.words.templates)),
             f"{100 * c.mean():.1f}",
@@ -145,7 +147,10 @@ def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
         for c in top
     ]
     n = len(choice.chosen.scores)
-    title = f"{', '.join(s.name for s in sets)}: {n} questions, {len(choice.candidates)} configurations"
+    count = len(choice.candidates)
+    title = (
+        f"{', '.join(s.name for s in sets)}: {n} questions; the best 10 of {count} configurations, and raw"
+    )
     show.out.print(show.table(show.escape(title), ["configuration", "dims", "passes", "nDCG@10"], rows))
     held = choice.held_out
     interval = show.escape(f"[{100 * held.low:+.1f}, {100 * held.high:+.1f}]")
@@ -159,7 +164,8 @@ def _print(choice: Choice, sets: list[EvalSet], pseudo: bool) -> None:
         show.out.print("[yellow]These are pseudo-questions, a proxy: real ones may choose otherwise.[/]")
     name = show.escape(choice.chosen.name)
     nothing = choice.chosen is choice.raw
-    better = "no filter is better beyond noise" if nothing else "the cheapest near the best"
+    near = "the smallest within a quarter of a point of the best"
+    better = "no filter is better beyond noise" if nothing else near
     show.out.print(f"Recommended: [green]{name}[/] ({choice.chosen.dim} dimensions): {better}.")
 
 

@@ -215,6 +215,9 @@ def filter_specs(types: Sequence[str], ratios: Sequence[int], keep: float) -> li
     """The grid of types x ratios, each once; types that keep all dimensions stand in it at ratio 1."""
     from rag_embfilter.fitting import FilterSpec
 
+    for name in types:
+        if name not in FILTER_TYPES:
+            raise ConfigError(f"filter_type {name!r}: expected one of {', '.join(FILTER_TYPES)}.")
     full = {name for name, recipe in RECIPES.items() if recipe.full_size}
     grid = [FilterSpec(t, r, keep) for t in types for r in ([1] if t in full else ratios)]
     return list(dict.fromkeys(grid))

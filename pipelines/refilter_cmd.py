@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines import options, show
-from rag_embfilter.errors import FingerprintMismatch
+from rag_embfilter.errors import ConfigError, FingerprintMismatch
 from rag_embfilter.recipes import DEFAULT_KEEP
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def refilter(
     from rag_embfilter.store import check_name, collection_name
 
     check_name(base)
+    if base.endswith("-raw"):
+        raise ConfigError(f"{base!r} is a full name; give the base name, {base.removesuffix('-raw')!r}.")
     questions = options.read_questions(example_questions)
     with options.open_store(
         qdrant_path,

@@ -23,8 +23,8 @@ def search(
     collection: Annotated[
         str, typer.Option(metavar="NAME", help="A base name, a full collection name, or an alias.")
     ],
-    filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
-    filter_ratios: options.FilterRatios = [2],  # noqa: B006
+    filter_types: options.FilterTypes = [],  # noqa: B006 - typer copies it
+    filter_ratios: options.FilterRatios = [],  # noqa: B006
     limit: Annotated[int, typer.Option(min=1, help="Results to show.")] = 5,
     where: Annotated[
         list[str],
@@ -41,13 +41,15 @@ def search(
     """Find the passages nearest to a question.
 
     Backbone, template and filter are taken from what the collection says about itself. For a base
-    name, --filter-types and --filter-ratios pick the collection under it.
+    name, --filter-types and --filter-ratios pick the collection under it: edge at 2 by default, or the only
+    one there is beside raw.
     """
     if not question.strip():
         raise ConfigError("the question is empty.")
     conditions = dict(_condition(word) for word in where)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
-        info = find_collection(store, collection, options.one_filter(filter_types, filter_ratios))
+        wanted = options.one_filter(filter_types or ["edge"], filter_ratios or [2])
+        info = find_collection(store, collection, wanted, chosen=bool(filter_types or filter_ratios))
         if "filter_file" in info.settings:
             store.filter_of(info.name)  # its file must be there before the backbone is loaded
         embedding = embedder_of(info, device, dtype)
@@ -63,14 +65,20 @@ def search(
         write_json(json_file, _json(question, info, hits))
 
 
-def find_collection(store: Store, name: str, filter_name: str) -> CollectionInfo:
-    """The collection of a full name or alias, or the one under a base name for a filter."""
+def find_collection(store: Store, name: str, filter_name: str, chosen: bool = True) -> CollectionInfo:
+    """The collection of a full name or alias, or the one under a base name for a filter.
+
+    A filter that nobody chose gives way to the only one there is.
+    """
     if store.exists(name):
         return store.info(name)
     full = f"{name}-{filter_name}"
     if store.exists(full):
         return store.info(full)
     under = [have for have in store.names() if have.startswith(f"{name}-")]
+    filtered = [have for have in under if have != f"{name}-raw"]
+    if not chosen and len(filtered) == 1:
+        return store.info(filtered[0])
     if under:
         raise StoreError(
             f"collection {full!r} is not there. Under {name!r} there are: {', '.join(under)}. Give one of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Config:
             found = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(asked := found.get("example_questions", []), list):
                 found["example_questions"] = tuple(asked)
+            if unknown := found.keys() - {each.name for each in fields(cls)}:
+                raise ValueError(f"it holds {', '.join(sorted(unknown)[:5])}")
             config = cls(**found)
             config._require_sane()
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:

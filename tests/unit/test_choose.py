@@ -215,7 +215,7 @@ def test_the_command_its_config_and_ingesting_with_it(llama, tmp_path, capsys):
     files += ["--pooling", "mean"]  # the templates' own
     assert main(["choose", str(tmp_path / "set"), *common, *files]) == 0
     out = capsys.readouterr().out
-    assert "Too few questions (12)" in out and "Recommended:" in out and "12 configurations" in out
+    assert "Too few questions (12)" in out and "Recommended:" in out and "of 12 configurations" in out
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["candidates"]) == 12 and result["too_few_questions"]
     ingest = ["ingest", str(tmp_path / "set" / "corpus.jsonl"), "--collection", "c"]

@@ -348,3 +348,18 @@ def test_a_set_with_faults_is_refused_with_all_of_them(run, eval_set):
     refused(result, "unknown passage ids")
     assert "lines that are not JSON (1): corpus.jsonl line 2" in result.err
     refused(run("evaluate", eval_set.parent), "corpus.jsonl, queries.jsonl, qrels/test.tsv missing")
+
+
+def test_search_takes_the_only_filter_there_is_unless_one_is_asked_for(run, docs):
+    assert run("ingest", docs, "--collection", "one", "--filter-types", "tail").code == 0
+    found = run("search", LAPTOP, "--collection", "one")
+    assert found.code == 0 and found.out == run("search", LAPTOP, "--collection", "one-tail-r2").out
+    refused = run("search", LAPTOP, "--collection", "one", "--filter-types", "edge")
+    assert refused.code == 1 and "'one-edge-r2' is not there" in refused.err
+
+
+def test_a_filter_type_that_is_not_one_is_refused_before_a_backbone_is_loaded(run, eval_set, capsys):
+    assert main(["choose", str(eval_set), "--filter-types", "bogus", "--backbone", "not/there"]) == 1
+    assert "filter_type 'bogus': expected one of" in capsys.readouterr().err
+    refused = run("refilter", "docs-raw")
+    assert refused.code == 1 and "give the base name, 'docs'" in refused.err
