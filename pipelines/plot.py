@@ -179,7 +179,7 @@ def lens_panels(
             axes = parts[row].subplots(1, len(readings), squeeze=False)[0]
             for axis, (name, found) in zip(axes, readings.items(), strict=True):
                 _tokens(axis, found[row], frequent, name)
-        parts[-1].suptitle(_plain(f"Frequent tokens (orange) among the strongest: {title}"), **heading)
+        parts[-1].suptitle(_plain(f"Share of frequent tokens (orange): {title}"), **heading)
         _shares(parts[-1].subplots(), shares)
 
 
