@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pipelines.readers import SourceReader
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.filters import EmbFilter
-    from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.ingestion import IngestReport
     from rag_embfilter.store import Store
 
@@ -103,7 +102,7 @@ def ingest(
     """
     from pipelines.readers import ReadOptions, open_sources
     from rag_embfilter.config import Config
-    from rag_embfilter.fitting import siblings
+    from rag_embfilter.fitting import fit_in_use, siblings
     from rag_embfilter.store import check_name, collection_name
 
     check_name(collection)
@@ -119,8 +118,7 @@ def ingest(
     with_raw = raw or _fits(filter_types)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, with_raw, keep)
     questions = options.read_questions(example_questions)
-    if questions is None and config is not None:
-        questions = list(chosen.example_questions) or None
+    spare = chosen.example_questions if config is not None else ()
     with (
         options.open_store(
             qdrant_path,
@@ -140,7 +138,8 @@ def ingest(
         filters += others
         run = partial(_run, encoder=encoder, store=store, base=collection, chunks=(chunk_size, chunk_overlap))
         report = run(reader, filters, progress=progress)
-        made = _fit(fitted, encoder, store, collection, questions)
+        made = [fit_in_use(spec, encoder, store, collection, questions, spare) for spec in fitted]
+        made = [embfilter for embfilter in made if not store.exists(collection_name(collection, embfilter))]
         if made:
             # Read again, not encoded again: the vectors come from the raw collection.
             again = run(open_sources(sources, reader.options), made, progress=progress)
@@ -191,24 +190,6 @@ def _run(
         reader, encoder, filters, store, base,
         chunk_size=chunks[0], chunk_overlap=chunks[1], incomplete=reader.incomplete, progress=count,
     )  # fmt: skip
-
-
-def _fit(
-    specs: Sequence[FilterSpec], encoder: Encoder, store: Store, base: str, questions: Sequence[str] | None
-) -> list[EmbFilter]:
-    """New fitted filters. One whose collection is there only takes the questions' mean."""
-    from rag_embfilter.fitting import fit
-    from rag_embfilter.store import collection_name
-
-    made = []
-    for spec in specs:
-        embfilter = fit(spec, encoder, store, base, questions)
-        name = collection_name(base, embfilter)
-        if not store.exists(name):
-            made.append(embfilter)
-        elif questions:
-            store.set_query_mean(name, embfilter)
-    return made
 
 
 def _fill(store: Store, base: str, filters: Sequence[EmbFilter], report: IngestReport) -> None:

@@ -101,7 +101,7 @@ Config = Annotated[
     typer.Option(
         metavar="FILE",
         help="What `choose --config` wrote, instead of backbone, template, pooling, max-length, filter and "
-        "keep; its questions serve where no --example-questions are given.",
+        "keep; its questions serve a new collection where no --example-questions are given.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -60,8 +60,8 @@ def refilter(
     """
     from pipelines.search_cmd import embedder_of
     from rag_embfilter.files import write_json
-    from rag_embfilter.fitting import fit
-    from rag_embfilter.store import check_name, collection_name
+    from rag_embfilter.fitting import fit_in_use
+    from rag_embfilter.store import check_name
 
     check_name(base)
     if base.endswith("-raw"):
@@ -86,12 +86,7 @@ def refilter(
             )
             _vouched(store, source_collection, encoder, base)
         filters, specs = options.make_filters(encoder, filter_types, filter_ratios, False, keep)
-        for spec in specs:
-            embfilter = fit(spec, encoder, store, base, questions)
-            filters.append(embfilter)
-            name = collection_name(base, embfilter)
-            if questions and store.exists(name) and embfilter.filter_type == "calibrated":
-                store.set_query_mean(name, embfilter)
+        filters += [fit_in_use(spec, encoder, store, base, questions) for spec in specs]
         rows = _run(store, f"{base}-raw", encoder, base, [f for f in filters if f.name != "raw"])
     if json_file is not None:
         write_json(json_file, rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,15 +78,25 @@ def find_collection(store: Store, name: str, filter_name: str, chosen: bool = Tr
     if store.exists(full):
         return store.info(full)
     under = [have for have in store.names() if have.startswith(f"{name}-")]
-    filtered = [have for have in under if have != f"{name}-raw"]
-    if not chosen and len(filtered) == 1:
-        return store.info(filtered[0])
+    if not chosen and (only := _only_filtered(store, name, under)):
+        return only
     if under:
         raise StoreError(
             f"collection {full!r} is not there. Under {name!r} there are: {', '.join(under)}. Give one of "
             "these names, or its --filter-types and --filter-ratios."
         )
     return store.info(name)
+
+
+def _only_filtered(store: Store, base: str, names: Sequence[str]) -> CollectionInfo | None:
+    """The only filtered collection of a base, if there is just one; `a-b` is no filter of base `a`."""
+    found = []
+    for name in names:
+        with suppress(StoreError):  # somebody else's, with other vectors
+            info = store.info(name)
+            if info.made.get("base") == base and info.settings.get("filter_type") != "raw":
+                found.append(info)
+    return found[0] if len(found) == 1 else None
 
 
 def embedder_of(info: CollectionInfo, device: str | None, dtype: str | None) -> EmbFilterEmbedding:

@@ -75,14 +75,11 @@ class Config:
         write_json(path, kept)
 
     def changed(self, settings: dict[str, Any]) -> Config:
-        """With other settings in place of its own; another filter leaves its file behind.
-
-        The fingerprint is of what was chosen, so any change leaves it behind too.
-        """
+        """With other settings in place of its own; another filter leaves its file behind."""
         other = {key: value for key, value in settings.items() if key in asdict(self)}
-        if other.keys() & {"filter_type", "filter_ratio", "keep"}:
+        if other.keys() & {"filter_type", "filter_ratio"}:
             other.setdefault("filter_file", None)
-        return replace(self, **({"fingerprint": None} | other if other else {}))
+        return replace(self, **other)
 
     def embedder_settings(self) -> dict[str, Any]:
         """Arguments of `EmbFilterEmbedding`. Raises `ConfigError` for a fitted type without its file."""

@@ -134,6 +134,8 @@ class EmbFilterEmbedding(BaseEmbedding):
         """
         if "filter_file" in settings:
             settings["filter_file"] = str(settings["filter_file"])
+        if settings.keys() & _SHAPING:  # another embedder than the one that was chosen
+            settings.setdefault("fingerprint", None)
         return cls(**Config.read(path).changed(settings).embedder_settings() | settings)
 
     def __setattr__(self, name: str, value: Any) -> None:

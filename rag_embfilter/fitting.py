@@ -97,6 +97,26 @@ def fit(
     return spec.make(encoder, (page.vectors for page in store.pages(source)), given)
 
 
+def fit_in_use(
+    spec: FilterSpec,
+    encoder: Encoder,
+    store: Store,
+    base: str,
+    questions: Sequence[str] | None = None,
+    spare: Sequence[str] | None = None,
+) -> EmbFilter:
+    """As `fit`, and a collection that is there keeps the mean of the questions given.
+
+    `spare` questions serve a new collection only: they never replace a mean that was refitted since.
+    """
+    name = f"{base}-{_name(spec)}"
+    there = store.exists(name)
+    embfilter = fit(spec, encoder, store, base, questions or (None if there else spare))
+    if there and questions and RECIPES[spec.filter_type].centred:
+        store.set_query_mean(name, embfilter)
+    return embfilter
+
+
 def siblings(
     encoder: Encoder, store: Store, base: str, known: Container[str]
 ) -> tuple[list[EmbFilter], list[str]]:

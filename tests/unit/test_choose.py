@@ -264,6 +264,15 @@ def test_a_calibrated_choice_carries_its_fit_and_its_questions(llama, tmp_path, 
         assert opened.info("c-calibrated-r4-k1").settings["pooling"] == "last+mean"
         assert opened.info("c-calibrated-r4-k1").settings["max_length"] == 300
     np.testing.assert_allclose(stored.query_mean, embedding.filter.query_mean, atol=1e-5)
+    (tmp_path / "q.txt").write_text("\n".join(f"is it {i}?" for i in range(6)))
+    where = ["--qdrant-path", str(tmp_path / "q")]
+    assert main(["refit-queries", "c-calibrated-r4-k1", str(tmp_path / "q.txt"), *where]) == 0
+    with Store(path=tmp_path / "q") as opened:
+        refitted = opened.filter_of("c-calibrated-r4-k1").query_mean
+    assert not np.allclose(refitted, stored.query_mean, atol=1e-4)
+    assert main([*ingest, *store]) == 0  # the configuration's questions do not undo it
+    with Store(path=tmp_path / "q") as opened:
+        np.testing.assert_array_equal(opened.filter_of("c-calibrated-r4-k1").query_mean, refitted)
 
 
 def test_choosing_without_labels_says_that_it_is_a_proxy(llama, tmp_path, capsys, monkeypatch):

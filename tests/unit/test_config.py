@@ -58,6 +58,10 @@ def test_a_fitted_type_needs_its_filter(llama, tmp_path):
         str(llama), "plain", "calibrated", 4, filter_file=str(tmp_path / "f.safetensors"), fingerprint="x"
     ).write(tmp_path / "d.json")
     other = EmbFilterEmbedding.from_config(tmp_path / "d.json", filter_type="edge", filter_ratio=2)
+    moved = EmbFilterEmbedding.from_config(
+        tmp_path / "d.json", filter_type="edge", filter_ratio=4, band_start=0, query_template="question"
+    )
+    assert moved.filter.name == "edge-r4-b0"
     assert other.filter.name == "edge-r2"  # another filter leaves file and fingerprint behind
 
 

@@ -142,6 +142,8 @@ def test_a_collection_of_a_fitted_baseline_can_be_searched(llama, tmp_path, caps
     assert main(arguments) == 0
     with Store(path=tmp_path / "q") as store:
         (name,) = [name for name in store.names() if kind in name]
+    (tmp_path / "q.txt").write_text("\n".join(QUESTIONS))
+    assert main([*arguments, "--example-questions", str(tmp_path / "q.txt")]) == 0  # centres nothing here
     search = ["search", DOCUMENTS[4].text, "--collection", name, "--qdrant-path", str(tmp_path / "q")]
     assert main(search) == 0
     assert capsys.readouterr().out.splitlines()[-1]

@@ -358,6 +358,12 @@ def test_search_takes_the_only_filter_there_is_unless_one_is_asked_for(run, docs
     assert refused.code == 1 and "'one-edge-r2' is not there" in refused.err
 
 
+def test_search_never_takes_the_filter_of_another_base(run, docs):
+    assert run("ingest", docs, "--collection", "one-more", "--filter-types", "tail").code == 0
+    refused = run("search", LAPTOP, "--collection", "one")
+    assert refused.code == 1 and "Under 'one' there are: one-more-raw, one-more-tail-r2" in refused.err
+
+
 def test_a_filter_type_that_is_not_one_is_refused_before_a_backbone_is_loaded(run, eval_set, capsys):
     assert main(["choose", str(eval_set), "--filter-types", "bogus", "--backbone", "not/there"]) == 1
     assert "filter_type 'bogus': expected one of" in capsys.readouterr().err
