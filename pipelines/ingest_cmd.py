@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.filters import EmbFilter
     from rag_embfilter.ingestion import IngestReport
-    from rag_embfilter.store import Store
+    from rag_embfilter.store import Bm25, Store
 
 READING = "Reading"
 TYPES = ".txt .md .html .htm .pdf .docx .jsonl .csv"
@@ -87,6 +87,8 @@ def ingest(
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
     filter_dir: options.FilterDir = None,
+    edge: options.Edge = False,
+    bm25: options.Bm25 = None,
     quantization: options.Quantization = "none",
     on_disk: options.OnDisk = False,
     float16: options.Float16 = False,
@@ -103,9 +105,10 @@ def ingest(
     from pipelines.readers import ReadOptions, open_sources
     from rag_embfilter.config import Config
     from rag_embfilter.fitting import fit_in_use, siblings
-    from rag_embfilter.store import check_name, collection_name
+    from rag_embfilter.store import Bm25, check_name, collection_name
 
     check_name(collection)
+    terms = None if bm25 is None else Bm25(bm25)
     reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
     if config is not None:
         chosen = Config.read(config)
@@ -125,6 +128,7 @@ def ingest(
             qdrant_url,
             qdrant_key,
             filter_dir,
+            edge=edge,
             quantization=quantization,
             on_disk=on_disk,
             float16=float16,
@@ -136,7 +140,14 @@ def ingest(
         names = {collection_name(collection, embfilter) for embfilter in filters}
         others, foreign = siblings(encoder, store, collection, names)
         filters += others
-        run = partial(_run, encoder=encoder, store=store, base=collection, chunks=(chunk_size, chunk_overlap))
+        run = partial(
+            _run,
+            encoder=encoder,
+            store=store,
+            base=collection,
+            chunks=(chunk_size, chunk_overlap),
+            bm25=terms,
+        )
         report = run(reader, filters, progress=progress)
         made = [fit_in_use(spec, encoder, store, collection, questions, spare) for spec in fitted]
         made = [embfilter for embfilter in made if not store.exists(collection_name(collection, embfilter))]
@@ -171,6 +182,7 @@ def _run(
     store: Store,
     base: str,
     chunks: tuple[int, int],
+    bm25: Bm25 | None,
     progress: Progress,
 ) -> IngestReport:
     """One reading of the sources into the filters' collections, with a bar."""
@@ -189,6 +201,7 @@ def _run(
     return ingest_documents(
         reader, encoder, filters, store, base,
         chunk_size=chunks[0], chunk_overlap=chunks[1], incomplete=reader.incomplete, progress=count,
+        bm25=bm25,
     )  # fmt: skip
 
 

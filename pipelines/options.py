@@ -118,7 +118,7 @@ Quantization = Annotated[
     str,
     typer.Option(
         help="none, scalar (a byte a dimension) or binary (a bit), beside the whole vectors, which rank "
-        "again; for new collections on a server, as are the next four.",
+        "again; for new collections on a server or Edge, as are the next two.",
         rich_help_panel=STORE,
     ),
 ]
@@ -127,6 +127,24 @@ Float16 = Annotated[
     bool,
     typer.Option(
         "--float16", help="Filtered vectors in half precision; raw ones whole.", rich_help_panel=STORE
+    ),
+]
+Edge = Annotated[
+    bool,
+    typer.Option(
+        "--edge",
+        help="Make --qdrant-path a folder of Qdrant Edge: the server's engine in this process, with index and "
+        "quantisation. Other commands open such a folder as what it is.",
+        rich_help_panel=STORE,
+    ),
+]
+Bm25 = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LANGUAGE",
+        help="Give new collections BM25 vectors too, for `search --mode hybrid`: english, german, ..., or "
+        "multilingual.",
+        rich_help_panel=STORE,
     ),
 ]
 Shards = Annotated[
@@ -244,20 +262,31 @@ def read_questions(path: Path | None) -> list[str] | None:
 
 
 def open_store(
-    path: Path, url: str | None, key: str | None, filter_dir: Path | None = None, **layout: Any
+    path: Path,
+    url: str | None,
+    key: str | None,
+    filter_dir: Path | None = None,
+    edge: bool = False,
+    **layout: Any,
 ) -> Store:
-    """The server when one is named, else the embedded store, which has no layout to set."""
+    """The server when one is named, else the folder with the engine that made it."""
     from rag_embfilter.store import Layout, Store
 
     settings = Layout(**layout)
+    if url and edge:
+        raise ConfigError("--edge is an engine in this process, --qdrant-url a server; give one of them.")
     if url:
         return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings)
-    if settings != Layout():
+    if settings.shards or settings.replicas:
+        raise ConfigError("shards and replicas are a server's; give --qdrant-url, or leave them out.")
+    store = Store(path=path, filter_dir=filter_dir, layout=settings, edge=edge or None)
+    if store.embedded and settings != Layout():
+        store.close()
         raise ConfigError(
-            "quantization, on-disk, float16, shards and replicas are a server's; give --qdrant-url, or leave "
+            "quantization, on-disk and float16 are a server's or Edge's; give --qdrant-url or --edge, or leave "
             "them out: the embedded store keeps whole vectors in memory."
         )
-    return Store(path=path, filter_dir=filter_dir)
+    return store
 
 
 def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from rag_embfilter.recipes import DEFAULT_KEEP
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
     from rag_embfilter.filters import EmbFilter
-    from rag_embfilter.store import Store
+    from rag_embfilter.store import Bm25, Store
 
 
 @show.guarded
@@ -46,6 +46,7 @@ def refilter(
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
     filter_dir: options.FilterDir = None,
+    bm25: options.Bm25 = None,
     quantization: options.Quantization = "none",
     on_disk: options.OnDisk = False,
     float16: options.Float16 = False,
@@ -61,7 +62,7 @@ def refilter(
     from pipelines.search_cmd import embedder_of
     from rag_embfilter.files import write_json
     from rag_embfilter.fitting import fit_in_use
-    from rag_embfilter.store import check_name
+    from rag_embfilter.store import Bm25, check_name
 
     check_name(base)
     if base.endswith("-raw"):
@@ -87,7 +88,9 @@ def refilter(
             _vouched(store, source_collection, encoder, base)
         filters, specs = options.make_filters(encoder, filter_types, filter_ratios, False, keep)
         filters += [fit_in_use(spec, encoder, store, base, questions) for spec in specs]
-        rows = _run(store, f"{base}-raw", encoder, base, [f for f in filters if f.name != "raw"])
+        wanted = [embfilter for embfilter in filters if embfilter.name != "raw"]
+        terms = None if bm25 is None else Bm25(bm25)
+        rows = _run(store, f"{base}-raw", encoder, base, wanted, terms)
     if json_file is not None:
         write_json(json_file, rows)
 
@@ -106,7 +109,12 @@ def _vouched(store: Store, source: str, encoder: Encoder, base: str) -> None:
 
 
 def _run(
-    store: Store, source: str, encoder: Encoder, base: str, filters: Sequence[EmbFilter]
+    store: Store,
+    source: str,
+    encoder: Encoder,
+    base: str,
+    filters: Sequence[EmbFilter],
+    bm25: Bm25 | None = None,
 ) -> list[dict[str, object]]:
     """Make and fill the filters' collections with a bar; a row of what was done for each."""
     from rag_embfilter.refiltering import refilter as bring
@@ -114,7 +122,7 @@ def _run(
 
     targets = {collection_name(base, embfilter): embfilter for embfilter in filters}
     for name, embfilter in targets.items():
-        store.create(name, encoder, embfilter, base)
+        store.create(name, encoder, embfilter, base, bm25)
     vector, _ = store.only_vector(source)
     start = time.perf_counter()
     with show.progress_bar() as progress:

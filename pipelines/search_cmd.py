@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rag_embfilter.store import CollectionInfo, Hit, Store
 
 
+MODES = ("dense", "bm25", "hybrid")
+
+
 @show.guarded
 def search(
     question: Annotated[str, typer.Argument(help="What to look for.")],
@@ -32,6 +35,13 @@ def search(
         list[str],
         typer.Option(metavar="FIELD=VALUE", help="Only passages whose metadata has this value; repeatable."),
     ] = [],  # noqa: B006
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="dense (the filtered vectors), bm25, or hybrid (both, fused by rank); the last two where the "
+            "collection was made with --bm25."
+        ),
+    ] = "dense",
     device: options.Device = None,
     dtype: options.Dtype = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
@@ -48,16 +58,13 @@ def search(
     """
     if not question.strip():
         raise ConfigError("the question is empty.")
+    if mode not in MODES:
+        raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}.")
     conditions = dict(_condition(word) for word in where)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
         wanted = options.one_filter(filter_types or ["edge"], filter_ratios or [2])
         info = find_collection(store, collection, wanted, chosen=bool(filter_types or filter_ratios))
-        if "filter_file" in info.settings:
-            store.filter_of(info.name)  # its file must be there before the backbone is loaded
-        embedding = embedder_of(info, device, dtype)
-        raw = embedding.encoder.encode_queries([question])
-        vectors = embedding.filter.apply(raw, role="query")
-        (hits,) = store.search(info.name, vectors, limit, conditions)
+        hits = find(store, info, question, mode, limit, conditions, device, dtype)
     for rank, hit in enumerate(hits, 1):
         _print_hit(rank, hit)
     if not hits:
@@ -65,6 +72,30 @@ def search(
         show.out.print(show.escape(nothing), soft_wrap=True)
     if json_file is not None:
         write_json(json_file, _json(question, info, hits))
+
+
+def find(
+    store: Store,
+    info: CollectionInfo,
+    question: str,
+    mode: str,
+    limit: int,
+    conditions: Mapping[str, str],
+    device: str | None,
+    dtype: str | None,
+) -> list[Hit]:
+    """The passages of a collection for a question; BM25 alone needs no backbone."""
+    if mode != "dense" and info.bm25 is None:
+        store.search_text(info.name, [question])  # says what is missing, before the backbone is loaded
+    if mode == "bm25":
+        return store.search_text(info.name, [question], limit, conditions)[0]
+    if "filter_file" in info.settings:
+        store.filter_of(info.name)  # its file must be there before the backbone is loaded
+    embedding = embedder_of(info, device, dtype)
+    raw = embedding.encoder.encode_queries([question])
+    vectors = embedding.filter.apply(raw, role="query")
+    texts = [question] if mode == "hybrid" else None
+    return store.search(info.name, vectors, limit, conditions, texts=texts)[0]
 
 
 def find_collection(store: Store, name: str, filter_name: str, chosen: bool = True) -> CollectionInfo:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rag_embfilter.ingestion import ingest
     from rag_embfilter.metrics import compare, rank_metrics
     from rag_embfilter.store import Store
+    from rag_embfilter.vector_store import EmbFilterVectorStore
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOME = {
     "EmbFilter": "filters",
     "EmbFilterEmbedding": "embedding",
+    "EmbFilterVectorStore": "vector_store",
     "Encoder": "encoder",
     "EvalSet": "eval_set",
     "Store": "store",
@@ -32,6 +34,7 @@ _HOME = {
 __all__ = [
     "EmbFilter",
     "EmbFilterEmbedding",
+    "EmbFilterVectorStore",
     "Encoder",
     "EvalSet",
     "Store",

@@ -19,7 +19,7 @@ from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.inputs import fault
 from rag_embfilter.nodes import Splitter, passage_text, source_of
-from rag_embfilter.store import Store, collection_name
+from rag_embfilter.store import Bm25, Store, collection_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def ingest(
     chunk_overlap: int = 32,
     incomplete: Container[str] = (),
     progress: Callable[[int], None] | None = None,
+    bm25: Bm25 | None = None,
 ) -> IngestReport:
     """Write documents to the collection of each filter under `base`, encoding each new node once.
 
@@ -75,14 +76,15 @@ def ingest(
         incomplete: sources that `documents` does not give whole, looked at as the run goes; nothing
             of theirs is deleted.
         progress: called with the number of nodes done.
+        bm25: give new collections BM25 vectors too, for hybrid search.
 
     Raises:
         FingerprintMismatch: a collection was made another way; nothing was encoded or written.
-        ConfigError: no filter, two of one name, chunk sizes that do not fit the encoder, or documents
-            of one source apart from each other.
+        ConfigError: no filter, two of one name, chunk sizes that do not fit the encoder, documents of
+            one source apart from each other, or a filtered collection without the BM25 vectors asked for.
     """
     splitter = Splitter(encoder.count_tokens, chunk_size, chunk_overlap, encoder.max_length)
-    targets = _targets(encoder, filters, store, base)
+    targets = _targets(encoder, filters, store, base, bm25)
     run = _Run(encoder, targets, store, _raw_name(encoder, store, base), incomplete)
     run.report.collections = list(run.targets)
     for node in run.follow(documents, splitter):
@@ -90,10 +92,14 @@ def ingest(
         if len(run.window) >= WINDOW:
             _advance(run, progress)
     _advance(run, progress, last=True)
+    for name in run.targets:
+        store.optimize(name)
     return run.report
 
 
-def _targets(encoder: Encoder, filters: Sequence[EmbFilter], store: Store, base: str) -> dict[str, EmbFilter]:
+def _targets(
+    encoder: Encoder, filters: Sequence[EmbFilter], store: Store, base: str, bm25: Bm25 | None
+) -> dict[str, EmbFilter]:
     """Collections by name, each made or checked before anything is encoded."""
     targets = {collection_name(base, embfilter): embfilter for embfilter in filters}
     if not filters or len(targets) < len(filters):
@@ -101,8 +107,9 @@ def _targets(encoder: Encoder, filters: Sequence[EmbFilter], store: Store, base:
     for name, embfilter in targets.items():
         if store.exists(name):
             store.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
+            store.require_bm25(name, bm25)
     for name, embfilter in targets.items():
-        store.create(name, encoder, embfilter, base)
+        store.create(name, encoder, embfilter, base, bm25)
     return targets
 
 

@@ -55,6 +55,7 @@ def refilter(
         if progress is not None:
             progress(len(page.ids))
     for name, done in found.items():
+        store.optimize(name)
         points = store.info(name).points
         if points < done.written + done.held:
             raise StoreError(

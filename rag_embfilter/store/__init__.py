@@ -2,153 +2,56 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llama_index.core.schema import TextNode
 from qdrant_client import models
 
-from rag_embfilter.encoder import Encoder
-from rag_embfilter.errors import FingerprintMismatch, StoreError
-from rag_embfilter.filters import EmbFilter, unit_rows
+from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
+from rag_embfilter.filters import unit_rows
 from rag_embfilter.fingerprint import Fingerprint
-from rag_embfilter.store.connected import Connected
-from rag_embfilter.store.described import (
-    KEY,
-    CollectionInfo,
-    check_name,
-    collection_name,
-    filter_file,
-    made_by,
-    mean_of,
-)
+from rag_embfilter.store.bm25 import Bm25
+from rag_embfilter.store.collections import Collections
+from rag_embfilter.store.described import CollectionInfo, check_name, collection_name
 from rag_embfilter.store.layout import Layout, search_params
-from rag_embfilter.store.points import VECTOR, FloatArray, Hit, Page, conditions, hit_of
+from rag_embfilter.store.points import VECTOR, FloatArray, Hit, Page, hit_of
+from rag_embfilter.store.searching import alone, conditions, fused, terms_stages
 
-__all__ = ["VECTOR", "CollectionInfo", "Hit", "Layout", "Page", "Store", "check_name", "collection_name"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "VECTOR",
+    "Bm25",
+    "CollectionInfo",
+    "Hit",
+    "Layout",
+    "Page",
+    "Store",
+    "check_name",
+    "collection_name",
+]
 
 SCROLL = 1024  # points asked for in one request
 
 
-class Store(Connected):
+class Store(Collections):
     """Qdrant collections, embedded in this process or on a server, behind the same calls.
 
     Args:
-        path: folder of an embedded store; one process at a time.
+        path: folder of an embedded store or of Qdrant Edge; one process at a time.
         url: a server, such as `http://localhost:6333`; exactly one of `path`, `url` and `client`.
         api_key: the server's key.
         client: an open `QdrantClient`.
         timeout: seconds a server may take for one request.
         filter_dir: folder of fitted filters, one file each; by default `filters` beside `path`, or
             `.embfilter/filters`.
-        layout: quantisation, disk and shards of collections made from now on, on a server.
+        layout: quantisation, disk and shards of collections made from now on, on a server or Edge.
+        edge: whether a new folder is Qdrant Edge's (`[edge]` extra): the server's engine in this process,
+            with index, quantisation and BM25. A folder that is there already opens as what it is.
 
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """
-
-    def info(self, name: str, count: bool = True) -> CollectionInfo:
-        """What a collection holds and what made it. Raises `StoreError` when there is none of this name.
-
-        Of an alias it is the collection's own name that is given: who searches by that never meets
-        another collection, also when the alias is moved meanwhile. `count=False` leaves the points
-        uncounted (-1), which is quicker.
-        """
-        self._require_there(name)
-        name = self.aliases().get(name, name)
-        with self._calling() as client:
-            found = client.get_collection(name)
-            points = client.count(name, exact=True).count if count else -1
-        vectors = found.config.params.vectors
-        params = vectors.get(VECTOR) if isinstance(vectors, dict) else None
-        if params is None:
-            raise StoreError(
-                f"collection {name!r} has no vector named {VECTOR!r}: it was not made here, and LlamaIndex "
-                "opens it under another name. If it holds raw embeddings, use `refilter --source-collection`."
-            )
-        made = (found.config.metadata or {}).get(KEY) or {}
-        parts = made.get("parts")
-        return CollectionInfo(
-            name=name,
-            points=points,
-            dim=params.size,
-            fingerprint=Fingerprint(parts) if parts else None,
-            settings=self._settings(made),
-            made=made,
-            quantized=bool(found.config.quantization_config or params.quantization_config),
-        )
-
-    def only_vector(self, name: str) -> tuple[str, int]:
-        """Name (empty when it has none) and size of a collection's vector, whoever made it.
-
-        Raises `StoreError` for one that is absent or has several.
-        """
-        self._require_there(name)
-        with self._calling() as client:
-            vectors = client.get_collection(name).config.params.vectors
-        if isinstance(vectors, models.VectorParams):
-            return "", vectors.size
-        named = {key: params.size for key, params in (vectors or {}).items()}
-        if VECTOR in named:
-            return VECTOR, named[VECTOR]
-        if len(named) != 1:
-            raise StoreError(
-                f"collection {name!r} has the vectors {sorted(named)}; expected one, or one named {VECTOR!r}."
-            )
-        return named.popitem()
-
-    def count(self, name: str) -> int:
-        """Points of a collection, counted."""
-        with self._calling() as client:
-            return int(client.count(name, exact=True).count)
-
-    def _require_there(self, name: str) -> None:
-        if not self.exists(name):
-            have = self.names()
-            listed = ", ".join(have) if have else "none yet"
-            raise StoreError(f"collection {name!r} is not in {self.where}. Collections there: {listed}.")
-
-    def _settings(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """What `EmbFilterEmbedding` takes; a fitted filter's file is looked for in our folder."""
-        settings = dict(made.get("settings") or {})
-        if "filter_file" in settings:
-            settings["filter_file"] = str(self.filter_dir / settings["filter_file"])
-        return settings
-
-    def filter_of(self, name: str) -> EmbFilter:
-        """The fitted filter that made a collection, with the query mean the collection keeps.
-
-        Raises `StoreError` when its file is not in `filter_dir`, or the collection's filter is not fitted.
-        """
-        settings = self.info(name).settings
-        path = Path(settings.get("filter_file", ""))
-        if not path.name or not path.is_file():
-            raise StoreError(
-                f"collection {name!r} needs its fitted filter, {path.name or 'which it does not name'}, and "
-                f"{self.filter_dir} does not hold it. Copy the file there, name its folder (--filter-dir), "
-                "or delete the collection and ingest again."
-            )
-        loaded = EmbFilter.load(path)
-        if "query_mean" not in settings:
-            return loaded
-        return replace(loaded, query_mean=np.array(settings["query_mean"], dtype=np.float32))
-
-    def set_query_mean(self, name: str, embfilter: EmbFilter) -> None:
-        """Keep a fitted filter's query mean with its collection; no vector is touched.
-
-        Raises `FingerprintMismatch` when the collection was made with another filter.
-        """
-        info = self.info(name)
-        ours = {**(info.fingerprint.parts if info.fingerprint else {}), **embfilter.parts}
-        Fingerprint(ours).require(info.fingerprint or Fingerprint(), f"collection {name!r}")
-        settings = {**info.made["settings"], "query_mean": mean_of(embfilter)}
-        with self._calling() as client:
-            client.update_collection(name, metadata={KEY: {**info.made, "settings": settings}})
 
     def pages(self, name: str, vector: str = VECTOR) -> Iterator[Page]:
         """All points of a collection with their vectors, in parts; `vector=""` is the unnamed one."""
@@ -175,118 +78,6 @@ class Store(Connected):
             if offset is None:
                 return found
 
-    def require(self, name: str, fingerprint: Fingerprint, dim: int, writing: bool) -> None:
-        """Check that a collection was made with this fingerprint and size.
-
-        A collection without a fingerprint is refused for writing and warned about for reading. Raises
-        `FingerprintMismatch` (also for another size) or `StoreError` (absent).
-        """
-        info = self.info(name)
-        if info.fingerprint is not None:
-            fingerprint.require(info.fingerprint, f"collection {name!r}")
-        if info.dim != dim:
-            raise FingerprintMismatch(
-                f"collection {name!r} holds vectors of {info.dim} dimensions, these have {dim}. Use the "
-                "filter it was made with, write to another collection name, or delete it and ingest again."
-            )
-        if info.fingerprint is None:
-            if writing:
-                raise FingerprintMismatch(
-                    f"collection {name!r} has no fingerprint: it was not made here, so nobody can tell "
-                    "whether these vectors belong in it. Adopt it (`Store.adopt`, `collections adopt`) if "
-                    "you know that they do, or write to another name."
-                )
-            logger.warning("collection %r has no fingerprint; searching it on your word", name)
-
-    def create(self, name: str, encoder: Encoder, embfilter: EmbFilter, base: str) -> None:
-        """Make an empty cosine collection with its fingerprint, unless it exists (then see `require`)."""
-        check_name(name)
-        if self.exists(name):
-            self.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
-            self._index_payload(name)
-            return
-        if "fit" in embfilter.parts:
-            embfilter.save(self.filter_dir / filter_file(embfilter))
-        metadata = {KEY: made_by(encoder, embfilter, base)}
-        raw = embfilter.filter_type == "raw"
-        vectors = {VECTOR: self.layout.vector(embfilter.dim, raw)}
-        with self._calling() as client:
-            client.create_collection(
-                name, vectors_config=vectors, metadata=metadata, **self.layout.collection(raw)
-            )
-        self._index_payload(name)
-        if self.info(name).fingerprint is None:
-            self.delete(name)
-            raise StoreError(
-                f"the server at {self.where} does not keep collection metadata, where fingerprints live. "
-                "Use Qdrant 1.16 or later."
-            )
-
-    def _index_payload(self, name: str) -> None:
-        """Indexes that syncing asks by, on a server; one that is there already is left as it is."""
-        if not self.embedded:
-            with self._calling() as client:
-                for key in ("source", "doc_id"):
-                    client.create_payload_index(name, key, models.PayloadSchemaType.KEYWORD)
-
-    def adopt(self, name: str, encoder: Encoder, embfilter: EmbFilter, override: bool = False) -> None:
-        """Give a collection the fingerprint of this encoder and filter, on the caller's word that its
-        vectors have it.
-
-        A collection that has another one needs `override`. Both are logged.
-        """
-        info = self.info(name)
-        fingerprint = encoder.fingerprint | embfilter.fingerprint
-        if info.dim != embfilter.dim:
-            raise FingerprintMismatch(
-                f"collection {name!r} holds vectors of {info.dim} dimensions, this filter makes "
-                f"{embfilter.dim}; it cannot be adopted."
-            )
-        if info.fingerprint is not None and not override:
-            fingerprint.require(info.fingerprint, f"collection {name!r}")
-        was = info.fingerprint.digest if info.fingerprint else "none"
-        logger.warning("collection %r: fingerprint %s set in place of %s", name, fingerprint.digest, was)
-        made = made_by(encoder, embfilter, str(info.made.get("base") or name))
-        with self._calling() as client:
-            client.update_collection(name, metadata={KEY: made})
-
-    def switch(self, alias: str, name: str, force: bool = False) -> str | None:
-        """Let an alias stand for a collection from now on, in one step; readers see the old one or the new.
-
-        The new collection must have a fingerprint and as many points as the one it takes the place of,
-        unless `force`. Switching to the old one again is the way back.
-
-        Returns: the collection that it stood for, if any. Raises `StoreError` when it may not be moved.
-        """
-        check_name(alias)
-        info = self.info(name)
-        if alias in self.names():
-            raise StoreError(f"{alias!r} is a collection; an alias needs a name of its own.")
-        old = self.aliases().get(alias)
-        if info.fingerprint is None and not force:
-            raise StoreError(f"collection {info.name!r} has no fingerprint; adopt it first, or force it.")
-        if old is not None and not force and self.count(old) != info.points:
-            raise StoreError(
-                f"collection {info.name!r} holds {info.points} points, and {old!r}, which {alias!r} stands "
-                f"for, {self.count(old)}. Bring them in step (ingest, refilter), or force it."
-            )
-        operations: list[models.AliasOperations] = []
-        if old is not None:
-            operations.append(models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=alias)))
-        made = models.CreateAlias(collection_name=info.name, alias_name=alias)
-        operations.append(models.CreateAliasOperation(create_alias=made))
-        with self._calling() as client:
-            client.update_collection_aliases(operations)
-        return old
-
-    def delete(self, name: str) -> None:
-        """Remove a collection and all its points. Raises `StoreError` for an absent name and an alias."""
-        if name not in self.names():
-            self.info(name)
-            raise StoreError(f"{name!r} is an alias; give the full name of the collection it stands for.")
-        with self._calling() as client:
-            client.delete_collection(name)
-
     def upsert(self, name: str, nodes: Sequence[TextNode], vectors: FloatArray) -> None:
         """Write nodes with their vectors `[n, dim]`; a node that is there already is replaced.
 
@@ -297,8 +88,10 @@ class Store(Connected):
 
     def write(self, name: str, page: Page) -> None:
         """As `upsert`, for points that have their payload already."""
-        self._check_size(name, page.vectors)
+        info = self._check_size(name, page.vectors)
         unit_rows(page.vectors)
+        if info.bm25 is not None:
+            page = replace(page, sparse=info.bm25.documents([node.text for node in page.nodes]))
         for points in page.batches():
             with self._calling() as client:
                 client.upsert(name, points, wait=True)
@@ -368,8 +161,12 @@ class Store(Connected):
         where: Mapping[str, str] | None = None,
         exact: bool = False,
         fingerprint: Fingerprint | None = None,
+        texts: Sequence[str] | None = None,
     ) -> list[list[Hit]]:
         """Nearest nodes of each query vector `[n, dim]`, best first.
+
+        With `texts`, the questions themselves, it is hybrid search: what the vectors find and what BM25
+        finds, fused by reciprocal ranks, which are then the scores.
 
         Args:
             where: payload fields that must have these values; a number or a truth value is matched
@@ -377,25 +174,37 @@ class Store(Connected):
             exact: compare with every point instead of using the server's index.
             fingerprint: of the encoder and filter that made the vectors; checked when it is given.
 
-        Raises `StoreError` for an absent collection, `FingerprintMismatch` for vectors of another size or
-        fingerprint.
+        Raises `StoreError` for an absent collection or one without BM25 vectors, `FingerprintMismatch` for
+        vectors of another size or fingerprint.
         """
         vectors = np.asarray(vectors, dtype=np.float32)
         if fingerprint is not None:
             self.require(name, fingerprint, vectors.shape[1], writing=False)
         info = self._check_size(name, vectors)
         params = None if self.embedded else search_params(info.quantized, exact)
-        requests = [
-            models.QueryRequest(
-                query=vector.tolist(),
-                using=VECTOR,
-                limit=limit,
-                with_payload=True,
-                filter=conditions(where),
-                params=params,
-            )
+        stages = [
+            models.Prefetch(query=vector.tolist(), using=VECTOR, filter=conditions(where), params=params)
             for vector in vectors
         ]
+        if texts is None:
+            return self._answers(name, [alone(stage, limit) for stage in stages])
+        if len(texts) != len(stages):
+            raise ConfigError(f"{len(texts)} texts for {len(stages)} vectors; expected one each.")
+        terms = terms_stages(info, texts, where)
+        return self._answers(name, [fused(both, limit) for both in zip(stages, terms, strict=True)])
+
+    def search_text(
+        self, name: str, texts: Sequence[str], limit: int = 10, where: Mapping[str, str] | None = None
+    ) -> list[list[Hit]]:
+        """Nodes that BM25 finds for each question, best first; no backbone is needed.
+
+        Raises `StoreError` for an absent collection or one without BM25 vectors.
+        """
+        info = self.info(name, count=False)
+        found = self._answers(name, [alone(stage, limit) for stage in terms_stages(info, texts, where)])
+        return found
+
+    def _answers(self, name: str, requests: Sequence[models.QueryRequest]) -> list[list[Hit]]:
         hits = []
         for start in range(0, len(requests), 64):
             with self._calling() as client:

@@ -11,14 +11,15 @@ from typing import Self
 from portalocker import Lock
 from qdrant_client import QdrantClient
 from qdrant_client.local.qdrant_local import QdrantLocal
+from qdrant_client.qdrant_remote import QdrantRemote
 
 from rag_embfilter.errors import ConfigError
-from rag_embfilter.store.connection import open_embedded, open_server, readable
+from rag_embfilter.store.connection import open_folder, open_server, readable
 from rag_embfilter.store.layout import Layout
 
 
 class Connected:
-    """An open client, for one call at a time where it is embedded; see `Store` for the arguments."""
+    """An open client, for one call at a time where it is in this process; see `Store` for the arguments."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Connected:
         timeout: int = 60,
         filter_dir: str | Path | None = None,
         layout: Layout | None = None,
+        edge: bool | None = None,
     ) -> None:
         if sum(given is not None for given in (path, url, client)) != 1:
             raise ConfigError("give exactly one of path (embedded), url (server) and client.")
@@ -42,10 +44,11 @@ class Connected:
         if client is not None:
             self.client = client
         elif path is not None:
-            self.client, self._folder_lock = open_embedded(Path(path))
+            self.client, self._folder_lock = open_folder(Path(path), edge)
         else:
             self.client = open_server(str(url), api_key, timeout)
         self.embedded = isinstance(self.client._client, QdrantLocal)
+        self.in_process = not isinstance(self.client._client, QdrantRemote)
 
     def __enter__(self) -> Self:
         return self
@@ -61,14 +64,19 @@ class Connected:
             self._folder_lock.release()
 
     @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Keeps other threads out of an engine in this process, for calls that go to the client directly."""
+        if not self.in_process:
+            yield
+        else:
+            with self._lock:
+                yield
+
+    @contextmanager
     def _calling(self) -> Iterator[QdrantClient]:
-        """The client, for one call at a time where it is embedded, with its errors made readable."""
-        with readable(self.where):
-            if not self.embedded:
-                yield self.client
-            else:
-                with self._lock:
-                    yield self.client
+        """The client, for one call at a time where it is in this process, with its errors made readable."""
+        with readable(self.where), self.exclusively():
+            yield self.client
 
     def names(self) -> list[str]:
         """Names of all collections, sorted."""

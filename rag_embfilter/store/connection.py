@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,20 +14,23 @@ from qdrant_client import QdrantClient
 from qdrant_client.common.client_exceptions import QdrantException
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-from rag_embfilter.errors import StoreError
+from rag_embfilter.errors import ConfigError, StoreError
 from rag_embfilter.store.retrying import RetryingTransport
 
 OLDEST_SERVER = (1, 16)
+EDGE_MARK = "edge.json"  # stands in every folder of Qdrant Edge
 LOCKED = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
 
 
-def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
-    """Open the embedded engine on a folder, and the lock to release after it is closed.
+def open_folder(path: Path, edge: bool | None = None) -> tuple[QdrantClient, portalocker.Lock]:
+    """Open a folder with the engine that made it, and the lock to release after it is closed.
 
-    Raises `StoreError` when it is in use or unreadable.
+    A new folder is Qdrant Edge's when `edge` says so, else the embedded engine's. Raises `StoreError` when
+    it is in use, unreadable, or the other engine's than the one asked for; `ConfigError` without the package.
     """
     if path.exists() and not path.is_dir():
         raise StoreError(f"{str(path)!r} is a file; the embedded store needs a folder.")
+    engine = _engine(path, edge)
     busy = StoreError(
         f"the embedded store {str(path)!r} is in use by another process, and it takes one at a time. "
         "Wait for that one, choose another --qdrant-path, or use a Qdrant server (--qdrant-url)."
@@ -38,8 +41,7 @@ def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
         # Qdrant reads the store before it locks it; a write of another process in between would be lost.
         lock = portalocker.Lock(path / ".embfilter.lock", "a", flags=LOCKED, fail_when_locked=True)
         lock.acquire()
-        # Our own lock lets one thread in at a time, so SQLite's check would only get in the way.
-        return QdrantClient(path=str(path), force_disable_check_same_thread=True), lock
+        return engine(path), lock
     except portalocker.exceptions.LockException as error:
         raise busy from error
     except Exception as error:  # whatever damaged files lead to
@@ -51,6 +53,27 @@ def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
             f"the embedded store {str(path)!r} cannot be opened ({type(error).__name__}: {error}). Restore "
             "its folder, or delete it and ingest again."
         ) from error
+
+
+def _engine(path: Path, edge: bool | None) -> Callable[[Path], QdrantClient]:
+    """What opens a folder."""
+    made_by_edge = (path / EDGE_MARK).exists()
+    made_embedded = (path / "meta.json").exists()
+    if (edge and made_embedded) or (edge is False and made_by_edge):
+        made, wanted = ("the embedded Qdrant", "Qdrant Edge") if edge else ("Qdrant Edge", "the embedded one")
+        raise StoreError(
+            f"{str(path)!r} is a store of {made}, and {wanted} cannot read it. Choose another --qdrant-path."
+        )
+    if not (edge or made_by_edge):
+        # Our own lock lets one thread in at a time, so SQLite's check would only get in the way.
+        return lambda path: QdrantClient(path=str(path), force_disable_check_same_thread=True)
+    try:
+        from rag_embfilter.store.edge import edge_client
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(path)!r} needs Qdrant Edge ({error}). Install it: pip install 'rag-embfilter[edge]'"
+        ) from error
+    return edge_client
 
 
 def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:

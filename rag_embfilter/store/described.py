@@ -14,6 +14,7 @@ from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.recipes import RECIPES
+from rag_embfilter.store.bm25 import Bm25
 
 KEY = "embfilter"  # our part of a collection's metadata
 
@@ -23,7 +24,7 @@ class CollectionInfo:
     """A collection and what made it; `fingerprint` is None for one that this package did not make.
 
     `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`; `quantized` says
-    that searches find candidates among quantised vectors.
+    that searches find candidates among quantised vectors, `bm25` how texts become its BM25 vectors, if any.
     """
 
     name: str
@@ -33,6 +34,7 @@ class CollectionInfo:
     settings: Mapping[str, Any] = field(default_factory=dict)
     made: Mapping[str, Any] = field(default_factory=dict)
     quantized: bool = False
+    bm25: Bm25 | None = None
 
 
 def check_name(name: str) -> None:
@@ -60,7 +62,7 @@ def mean_of(embfilter: EmbFilter) -> list[float] | None:
     return None if embfilter.query_mean is None else [float(x) for x in embfilter.query_mean]
 
 
-def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]:
+def made_by(encoder: Encoder, embfilter: EmbFilter, base: str, bm25: Bm25 | None = None) -> dict[str, Any]:
     """Our part of a collection's metadata."""
     from rag_embfilter import __version__
 
@@ -73,7 +75,8 @@ def made_by(encoder: Encoder, embfilter: EmbFilter, base: str) -> dict[str, Any]
         settings["filter_file"] = filter_file(embfilter)
         if RECIPES[embfilter.filter_type].centred:
             settings["query_mean"] = mean_of(embfilter)
-    return {
+    sparse = {"bm25": vars(bm25)} if bm25 else {}
+    return sparse | {
         "fingerprint": fingerprint.digest,
         "parts": dict(fingerprint.parts),
         "settings": settings,

@@ -18,7 +18,8 @@ OVERSAMPLING = 2.0
 class Layout:
     """Settings of collections that a `Store` makes; they change cost, and no fingerprint.
 
-    The embedded store keeps whole vectors in memory and compares with all of them, whatever is set here.
+    The embedded store keeps whole vectors in memory and compares with all of them, whatever is set here. Edge
+    takes all but shards and replicas.
 
     Attributes:
         quantization: `scalar` (a byte a dimension) or `binary` (a bit) beside the whole vectors, which rank

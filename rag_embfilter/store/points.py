@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +11,8 @@ from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 from numpy.typing import NDArray
 from qdrant_client import models
+
+from rag_embfilter.store.bm25 import SPARSE
 
 FloatArray = NDArray[np.float32]
 VECTOR = "text-dense"  # LlamaIndex's own name for the dense vector
@@ -46,11 +45,12 @@ class Hit:
 
 @dataclass(frozen=True)
 class Page:
-    """Points as they are stored: ids, payloads, and vectors as float32 `[n, dim]`."""
+    """Points as they are stored: ids, payloads, vectors as float32 `[n, dim]`, and sparse ones if any."""
 
     ids: list[int | str]
     payloads: list[dict[str, Any]]
     vectors: FloatArray
+    sparse: Sequence[models.SparseVector] | None = None
 
     @classmethod
     def of_nodes(cls, nodes: Sequence[TextNode], vectors: FloatArray) -> Page:
@@ -83,12 +83,16 @@ class Page:
         """Points in batches bounded in number and in bytes as JSON."""
         batch: list[models.PointStruct] = []
         size = 0
-        for point, payload, vector in zip(self.ids, self.payloads, self.vectors.tolist(), strict=True):
-            weight = 24 * len(vector) + 4 * _length(payload)
+        sparse = self.sparse or [models.SparseVector(indices=[], values=[])] * len(self.ids)
+        for point, payload, vector, terms in zip(
+            self.ids, self.payloads, self.vectors.tolist(), sparse, strict=True
+        ):
+            weight = 24 * (len(vector) + 2 * len(terms.indices)) + 4 * _length(payload)
             if batch and (len(batch) == BATCH_POINTS or size + weight > BATCH_BYTES):
                 yield batch
                 batch, size = [], 0
-            batch.append(models.PointStruct(id=point, payload=payload, vector={VECTOR: vector}))
+            named: dict[str, Any] = {VECTOR: vector} | ({SPARSE: terms} if terms.indices else {})
+            batch.append(models.PointStruct(id=point, payload=payload, vector=named))
             size += weight
         if batch:
             yield batch
@@ -97,35 +101,6 @@ class Page:
 def _length(payload: Mapping[str, Any]) -> int:
     """About how many characters a payload has as JSON."""
     return sum(len(key) + len(str(value)) for key, value in payload.items())
-
-
-def conditions(where: Mapping[str, str] | None) -> models.Filter | None:
-    """All fields must match; each by any reading of its value."""
-    if not where:
-        return None
-    return models.Filter(
-        must=[
-            models.Filter(
-                should=list(_readings(key, value)),
-            )
-            for key, value in where.items()
-        ]
-    )
-
-
-def _readings(key: str, value: str) -> Iterator[models.FieldCondition]:
-    """A field's condition for each way to read a value: text, truth value, number."""
-    # A name that is not a plain word would be read as a path into nested fields.
-    name = key if re.fullmatch(r"[A-Za-z_][\w-]*", key, re.ASCII) else f'"{key}"'
-    yield models.FieldCondition(key=name, match=models.MatchValue(value=value))
-    if value.lower() in ("true", "false"):
-        yield models.FieldCondition(key=name, match=models.MatchValue(value=value.lower() == "true"))
-    if re.fullmatch(r"-?[0-9]{1,18}", value):
-        yield models.FieldCondition(key=name, match=models.MatchValue(value=int(value)))
-    with suppress(ValueError):
-        number = float(value)
-        if math.isfinite(number):
-            yield models.FieldCondition(key=name, range=models.Range(gte=number, lte=number))
 
 
 def node_of(point: models.Record | models.ScoredPoint) -> TextNode:
