@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rag_embfilter.eval_set import EvalSet
     from rag_embfilter.evaluation import Evaluation, FilterResult
     from rag_embfilter.filters import EmbFilter
-    from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.judge import JudgedMetric
     from rag_embfilter.store import Store
 
@@ -46,6 +45,15 @@ def evaluate(
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
     filter_dir: options.FilterDir = None,
+    modes: Annotated[
+        list[str],
+        typer.Option(
+            "--modes", help="One or more of dense, bm25 and hybrid (dense and BM25, fused by rank)."
+        ),
+    ] = ["dense"],  # noqa: B006
+    bm25: Annotated[
+        str, typer.Option(metavar="LANGUAGE", help="Language of the passages, for --modes bm25 hybrid.")
+    ] = "english",
     ragas: Annotated[
         bool, typer.Option(help="Add RAGAS's id-based context precision and recall, where it is installed.")
     ] = True,
@@ -60,6 +68,7 @@ def evaluate(
     that are not there yet are encoded. Every filter is compared with raw, question by question.
     """
     from rag_embfilter.eval_set import EvalSet
+    from rag_embfilter.store import Bm25
 
     options.check_picture(plot)
     sets = [EvalSet.load(folder) for folder in eval_sets]
@@ -69,7 +78,10 @@ def evaluate(
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=True, keep=keep)
     questions = options.read_questions(example_questions)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
-        run_evaluation(sets, encoder, filters, store, ragas, json_file, plot, fitted, questions)
+        run_evaluation(
+            sets, encoder, filters, store, ragas, json_file, plot,
+            fitted=fitted, questions=questions, modes=modes, bm25=Bm25(bm25),
+        )  # fmt: skip
 
 
 def run_evaluation(
@@ -80,10 +92,9 @@ def run_evaluation(
     ragas: bool,
     json_file: Path | None,
     plot: Path | None,
-    fitted: Sequence[FilterSpec] = (),
-    questions: Sequence[str] | None = None,
+    **how: Any,
 ) -> list[Evaluation]:
-    """Evaluate, print a table per set, and write the files asked for."""
+    """Evaluate, print a table per set, and write the files asked for; `how` is `evaluation.evaluate`'s."""
     from pipelines.results import evaluation_json, provenance
     from rag_embfilter import judge
     from rag_embfilter.evaluation import evaluate as evaluate_set
@@ -95,11 +106,9 @@ def run_evaluation(
     evaluations, pages = [], []
     for eval_set in sets:
         with _progress(eval_set) as progress:
-            evaluation = evaluate_set(
-                eval_set, encoder, filters, store, progress=progress, fitted=fitted, questions=questions
-            )
+            evaluation = evaluate_set(eval_set, encoder, filters, store, progress=progress, **how)
         judged = {
-            result.embfilter.name: judge.id_metrics(eval_set.qrels, result.run) if ragas else {}
+            result.name: judge.id_metrics(eval_set.qrels, result.run) if ragas else {}
             for result in evaluation.results
         }
         print_evaluation(evaluation, judged)
@@ -145,7 +154,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     ragas = any(judged.values())
     if ragas:
         head += ["RAGAS P", "RAGAS R"]
-    rows = [_row(result, judged[result.embfilter.name] if ragas else {}) for result in evaluation.results]
+    rows = [_row(result, judged[result.name] if ragas else {}) for result in evaluation.results]
     title = (
         f"{eval_set.name}: {len(eval_set.queries)} questions, {len(eval_set.corpus)} passages "
         f"({report.encoded} encoded), {evaluation.encoder.backbone.name}"
@@ -158,7 +167,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
 def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
     means = result.metrics.means()
     versus = result.versus_raw
-    cells = [result.embfilter.name, str(result.embfilter.dim), f"{100 * means['ndcg_at_10']:.1f}"]
+    cells = [result.name, str(result.dim or "-"), f"{100 * means['ndcg_at_10']:.1f}"]
     if versus is None:
         cells += ["", "", ""]
     else:
@@ -187,8 +196,8 @@ def _sentence(evaluation: Evaluation) -> str:
         return _nothing_better(evaluation)
     versus = best.versus_raw
     return (
-        f"[green]{best.embfilter.name}[/] ({best.embfilter.dim} dimensions) beats raw "
-        f"({raw.embfilter.dim}) by {100 * versus.difference:.1f} points of nDCG@10 on {versus.n} questions "
+        f"[green]{best.name}[/] ({best.dim} dimensions) beats raw "
+        f"({raw.dim}) by {100 * versus.difference:.1f} points of nDCG@10 on {versus.n} questions "
         f"(95% interval {100 * versus.low:.1f} to {100 * versus.high:.1f})."
     )
 
@@ -199,11 +208,11 @@ def _nothing_better(evaluation: Evaluation) -> str:
     even = [r for r in evaluation.results if r.versus_raw and r.versus_raw.verdict == "no evidence"]
     if not even:
         return f"{said}.[/]"
-    smallest = min(even, key=lambda r: r.embfilter.dim)
+    smallest = min(even, key=lambda r: r.dim)
     versus = smallest.versus_raw
     assert versus is not None
     interval = show.escape(f"[{100 * versus.low:+.1f}, {100 * versus.high:+.1f}]")
     return (
-        f"{said}[/]. If size matters: {smallest.embfilter.name} ({smallest.embfilter.dim} dimensions) is not "
+        f"{said}[/]. If size matters: {smallest.name} ({smallest.dim} dimensions) is not "
         f"shown to lose either, {100 * versus.difference:+.1f} {interval}; more questions would tell."
     )

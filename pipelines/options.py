@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rag_embfilter.fitting import FilterSpec
     from rag_embfilter.store import Store
 
+MODES = ("dense", "bm25", "hybrid")
 MODEL, FILTER, STORE = "Backbone", "Filters", "Qdrant"
 DEFAULT_PATH = Path(".embfilter/qdrant")
 
@@ -133,8 +134,8 @@ Edge = Annotated[
     bool,
     typer.Option(
         "--edge",
-        help="Make --qdrant-path a folder of Qdrant Edge: the server's engine in this process, with index and "
-        "quantisation. Other commands open such a folder as what it is.",
+        help="Make --qdrant-path a folder of Qdrant Edge: the server's engine in this process, with "
+        "index and quantisation. Other commands open such a folder as what it is.",
         rich_help_panel=STORE,
     ),
 ]
@@ -160,6 +161,7 @@ LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
     "--template": lambda word: word in TEMPLATES,
+    "--modes": lambda word: word in MODES,
 }
 CHOOSE_LISTS = {"--pooling": lambda word: word in POOLINGS}  # one value for every other command
 
@@ -283,8 +285,8 @@ def open_store(
     if store.embedded and settings != Layout():
         store.close()
         raise ConfigError(
-            "quantization, on-disk and float16 are a server's or Edge's; give --qdrant-url or --edge, or leave "
-            "them out: the embedded store keeps whole vectors in memory."
+            "quantization, on-disk and float16 are a server's or Edge's; give --qdrant-url or --edge, or "
+            "leave them out: the embedded store keeps whole vectors in memory."
         )
     return store
 

@@ -77,9 +77,9 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
     raw, *others = evaluation.results
     mean = 100 * raw.metrics.mean()
     axis.axhline(mean, color=RAW, ls="--", lw=1.2)
-    axis.plot(raw.embfilter.dim, mean, marker="D", ms=6, color=RAW, ls="")
+    axis.plot(raw.dim, mean, marker="D", ms=6, color=RAW, ls="")
     axis.annotate(
-        f"raw, {raw.embfilter.dim} dimensions: {mean:.1f}",
+        f"raw, {raw.dim} dimensions: {mean:.1f}",
         (0.985, mean),
         xycoords=("axes fraction", "data"),
         va="bottom",
@@ -89,11 +89,14 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
         color="#52606d",
         fontsize=9,
     )
+    for level in (100 * result.metrics.mean() for result in others if result.mode == "bm25"):
+        axis.axhline(level, color=RAW, ls=":", lw=1.6, label=f"BM25 alone: {level:.1f}")
+    others = [result for result in others if result.dim]
     kinds = list(_by_type(others).items())
     for place, ((kind, results), colour) in enumerate(zip(kinds, COLOURS * 3, strict=False)):
         # Types of one size stand beside each other, not on top of each other.
         _line(axis, kind, results, colour, mean, 1 + 0.035 * (place - (len(kinds) - 1) / 2))
-    sizes = sorted({r.embfilter.dim for r in evaluation.results})
+    sizes = sorted({r.dim for r in evaluation.results if r.dim})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
@@ -115,7 +118,7 @@ def _line(
     axis: Axes, kind: str, results: Sequence[FilterResult], colour: str, raw: float, shift: float
 ) -> None:
     """One type's means with the paired interval of their difference from raw, set on raw's mean."""
-    sizes = [result.embfilter.dim * shift for result in results]
+    sizes = [result.dim * shift for result in results]
     means = [100 * result.metrics.mean() for result in results]
     paired = [result.versus_raw for result in results]
     low = [max(0.0, m - raw - 100 * p.low) if p else 0.0 for m, p in zip(means, paired, strict=True)]
@@ -137,8 +140,9 @@ def _line(
 
 def _by_type(results: Sequence[FilterResult]) -> Mapping[str, list[FilterResult]]:
     grouped: dict[str, list[FilterResult]] = {}
-    for result in sorted(results, key=lambda r: r.embfilter.dim):
-        grouped.setdefault(result.embfilter.filter_type, []).append(result)
+    for result in sorted(results, key=lambda r: r.dim):
+        fused = "+bm25" if result.mode == "hybrid" else ""
+        grouped.setdefault(result.embfilter.filter_type + fused, []).append(result)
     return grouped
 
 

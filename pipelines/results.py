@@ -70,18 +70,17 @@ def evaluation_json(
         "queries": len(eval_set.queries),
         "passages_encoded": report.encoded,
         "passages_unchanged": report.unchanged,
-        "recommended": evaluation.best().embfilter.name,
-        "results": [
-            _filter_json(result, judged.get(result.embfilter.name, {})) for result in evaluation.results
-        ],
+        "recommended": evaluation.best().name,
+        "results": [_filter_json(result, judged.get(result.name, {})) for result in evaluation.results],
     }
 
 
 def _filter_json(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> dict[str, Any]:
     return {
-        "filter": result.embfilter.name,
+        "filter": result.name,
+        "mode": result.mode,
         "filter_parts": dict(result.embfilter.parts),
-        "dim": result.embfilter.dim,
+        "dim": result.dim,
         "collection": result.collection,
         "fingerprint": result.fingerprint,
         "metrics": result.metrics.means(),

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from rag_embfilter.store import CollectionInfo, Hit, Store
 
 
-MODES = ("dense", "bm25", "hybrid")
-
-
 @show.guarded
 def search(
     question: Annotated[str, typer.Argument(help="What to look for.")],
@@ -38,8 +35,8 @@ def search(
     mode: Annotated[
         str,
         typer.Option(
-            help="dense (the filtered vectors), bm25, or hybrid (both, fused by rank); the last two where the "
-            "collection was made with --bm25."
+            help="dense (the filtered vectors), bm25, or hybrid (both, fused by rank); the last two "
+            "where the collection was made with --bm25."
         ),
     ] = "dense",
     device: options.Device = None,
@@ -58,8 +55,8 @@ def search(
     """
     if not question.strip():
         raise ConfigError("the question is empty.")
-    if mode not in MODES:
-        raise ConfigError(f"mode {mode!r}: expected one of {', '.join(MODES)}.")
+    if mode not in options.MODES:
+        raise ConfigError(f"mode {mode!r}: expected one of {', '.join(options.MODES)}.")
     conditions = dict(_condition(word) for word in where)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
         wanted = options.one_filter(filter_types or ["edge"], filter_ratios or [2])
