@@ -9,6 +9,7 @@ import typer
 from pipelines import (
     choose_cmd,
     collections_cmd,
+    cost_cmd,
     demo_cmd,
     evaluate_cmd,
     ingest_cmd,
@@ -35,6 +36,7 @@ app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
+app.command("cost")(cost_cmd.cost)
 app.command("lens")(lens_cmd.lens)
 app.command("spectrum")(lens_cmd.spectrum)
 app.add_typer(collections_cmd.app, name="collections")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rag_embfilter.store import Store
 
 MODES = ("dense", "bm25", "hybrid")
+QUANTIZATIONS = ("none", "scalar", "binary")
 MODEL, FILTER, STORE = "Backbone", "Filters", "Qdrant"
 DEFAULT_PATH = Path(".embfilter/qdrant")
 
@@ -163,7 +164,11 @@ LISTS = {
     "--template": lambda word: word in TEMPLATES,
     "--modes": lambda word: word in MODES,
 }
-CHOOSE_LISTS = {"--pooling": lambda word: word in POOLINGS}  # one value for every other command
+# Lists of one command, one value for every other.
+OWN_LISTS = {
+    "choose": {"--pooling": lambda word: word in POOLINGS},
+    "cost": {"--quantization": lambda word: word in QUANTIZATIONS},
+}
 
 
 def expand_lists(argv: Sequence[str]) -> list[str]:
@@ -174,7 +179,7 @@ def expand_lists(argv: Sequence[str]) -> list[str]:
     """
     expanded: list[str] = []
     words = list(argv)
-    lists = LISTS | (CHOOSE_LISTS if words[:1] == ["choose"] else {})
+    lists = LISTS | OWN_LISTS.get(words[0] if words else "", {})
     while words:
         word = words.pop(0)
         option, _, value = word.partition("=")

@@ -29,7 +29,7 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
     columns = min(3, len(evaluations))
     rows = -(-len(evaluations) // 3)
     size = (5.6 * columns if len(evaluations) > 1 else 7.2, 4.2 * rows)
-    with _figure(size, path) as figure:
+    with figure_at(size, path) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(evaluations) :]:
             axis.remove()
@@ -38,7 +38,7 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
 
 
 @contextmanager
-def _figure(size: tuple[float, float], path: Path) -> Iterator[Figure]:
+def figure_at(size: tuple[float, float], path: Path) -> Iterator[Figure]:
     """A figure that is written to `path` when the block ends."""
     import matplotlib as mpl
 
@@ -66,7 +66,8 @@ def _figure(size: tuple[float, float], path: Path) -> Iterator[Figure]:
             plt.close(figure)
 
 
-def _plain_look(axis: Axes) -> None:
+def plain_look(axis: Axes) -> None:
+    """A light grid and no frame."""
     axis.grid(axis="y", color=GRID)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -109,7 +110,7 @@ def _panel(axis: Axes, evaluation: Evaluation) -> None:
         fontweight="bold",
         fontsize=11,
     )
-    _plain_look(axis)
+    plain_look(axis)
     if others:
         axis.legend(frameon=False, loc="best", fontsize=9)
 
@@ -148,7 +149,7 @@ def _by_type(results: Sequence[FilterResult]) -> Mapping[str, list[FilterResult]
 
 def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path: Path) -> None:
     """Draw the spectroscopy response of each direction, one smoothed curve per group of tokens."""
-    with _figure((7.6, 4.2), path) as figure:
+    with figure_at((7.6, 4.2), path) as figure:
         axis = figure.subplots()
         for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
             width = max(1, len(curve) // 96)
@@ -161,7 +162,7 @@ def spectrum_curves(curves: Mapping[str, NDArray[np.float64]], title: str, path:
         axis.set_yscale("log")
         axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axis.legend(frameon=False, fontsize=9)
-        _plain_look(axis)
+        plain_look(axis)
 
 
 def lens_panels(
@@ -175,7 +176,7 @@ def lens_panels(
     """Draw each text's strongest tokens, a panel per filter, and the share of frequent tokens over all."""
     top = max((len(each.tokens) for found in readings.values() for each in found), default=0)
     heights = [0.24 * top + 1.0] * len(texts) + [0.3 * len(shares) + 0.7]
-    with _figure((max(7.6, 2.6 * len(readings)), sum(heights)), path) as figure:
+    with figure_at((max(7.6, 2.6 * len(readings)), sum(heights)), path) as figure:
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         heading: dict[str, Any] = {"x": 0.01, "ha": "left", "fontweight": "bold", "fontsize": 11}
         for row, text in enumerate(texts):

@@ -181,7 +181,7 @@ class Store(Collections):
         if fingerprint is not None:
             self.require(name, fingerprint, vectors.shape[1], writing=False)
         info = self._check_size(name, vectors)
-        params = None if self.embedded else search_params(info.quantized, exact)
+        params = None if self.embedded else search_params(info.quantization, exact)
         stages = [
             models.Prefetch(query=vector.tolist(), using=VECTOR, filter=conditions(where), params=params)
             for vector in vectors

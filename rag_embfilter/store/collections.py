@@ -18,6 +18,7 @@ from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.store.bm25 import SPARSE, Bm25
 from rag_embfilter.store.connected import Connected
 from rag_embfilter.store.described import KEY, CollectionInfo, check_name, filter_file, made_by, mean_of
+from rag_embfilter.store.layout import FEW_FOR_BINARY, quantization_of
 from rag_embfilter.store.points import VECTOR
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Collections(Connected):
             fingerprint=Fingerprint(parts) if parts else None,
             settings=self._settings(made),
             made=made,
-            quantized=bool(found.config.quantization_config or params.quantization_config),
+            quantization=quantization_of(found.config.quantization_config or params.quantization_config),
             bm25=Bm25.of(made),
         )
 
@@ -171,6 +172,13 @@ class Collections(Connected):
         raw = embfilter.filter_type == "raw"
         vectors = {VECTOR: self.layout.vector(embfilter.dim, raw)}
         settings = self.layout.collection(raw)
+        if self.layout.quantization == "binary" and not raw and embfilter.dim < FEW_FOR_BINARY:
+            logger.warning(
+                "collection %r: a bit a dimension of %d finds few of the nearest; measure it (`cost`), or "
+                "take scalar",
+                name,
+                embfilter.dim,
+            )
         if bm25 is not None:
             idf = models.SparseVectorParams(modifier=models.Modifier.IDF)
             settings["sparse_vectors_config"] = {SPARSE: idf}

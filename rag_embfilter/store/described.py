@@ -23,8 +23,8 @@ KEY = "embfilter"  # our part of a collection's metadata
 class CollectionInfo:
     """A collection and what made it; `fingerprint` is None for one that this package did not make.
 
-    `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`; `quantized` says
-    that searches find candidates among quantised vectors, `bm25` how texts become its BM25 vectors, if any.
+    `settings` are the encoder's arguments and the filter's, ready for `EmbFilterEmbedding`; `quantization` is
+    `none`, `scalar` or `binary`, `bm25` how texts become its BM25 vectors, if any.
     """
 
     name: str
@@ -33,7 +33,7 @@ class CollectionInfo:
     fingerprint: Fingerprint | None
     settings: Mapping[str, Any] = field(default_factory=dict)
     made: Mapping[str, Any] = field(default_factory=dict)
-    quantized: bool = False
+    quantization: str = "none"
     bm25: Bm25 | None = None
 
 

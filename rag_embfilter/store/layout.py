@@ -11,7 +11,9 @@ from rag_embfilter.errors import ConfigError
 
 QUANTIZATIONS = ("none", "scalar", "binary")
 # Candidates taken from quantised vectors for each one wanted, before the whole vectors rank them again.
-OVERSAMPLING = 2.0
+OVERSAMPLING = {"scalar": 2.0, "binary": 8.0}
+# Below it, a bit a dimension tells too little: `cost` measures how little.
+FEW_FOR_BINARY = 1024
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,18 @@ class Layout:
         return {key: value for key, value in settings.items() if value is not None}
 
 
-def search_params(quantized: bool, exact: bool) -> models.SearchParams | None:
+def search_params(quantization: str, exact: bool) -> models.SearchParams | None:
     """What goes with each query: whole vectors rank again what quantised ones found."""
     if exact:
         return models.SearchParams(exact=True)
-    if not quantized:
+    if quantization == "none":
         return None
-    again = models.QuantizationSearchParams(rescore=True, oversampling=OVERSAMPLING)
+    again = models.QuantizationSearchParams(rescore=True, oversampling=OVERSAMPLING[quantization])
     return models.SearchParams(quantization=again)
+
+
+def quantization_of(given: models.QuantizationConfig | None) -> str:
+    """The name of what a collection's vectors are quantised by; others than ours are searched as scalar."""
+    if given is None:
+        return "none"
+    return "binary" if isinstance(given, models.BinaryQuantization) else "scalar"

@@ -113,7 +113,8 @@ def test_quantised_collections_rank_again_with_whole_vectors(server, encoder, qu
     raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2)))
     ingest(_documents(300), encoder, [raw, edge], store, base)
     name = f"{base}-edge-r2"
-    assert store.info(name).quantized and not store.info(f"{base}-raw").quantized
+    assert store.info(name).quantization == quantization
+    assert store.info(f"{base}-raw").quantization == "none"
     stored = store.client.get_collection(name).config.params.vectors["text-dense"]
     assert stored.on_disk and stored.datatype == models.Datatype.FLOAT16
     queries = edge.apply(encoder.encode_queries([f"text number {i}" for i in range(20)]))

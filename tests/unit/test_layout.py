@@ -55,10 +55,11 @@ def test_raw_vectors_stay_whole(tmp_path, encoder, monkeypatch):
 
 
 def test_quantised_candidates_are_ranked_again_unless_the_search_is_exact():
-    assert search_params(False, False) is None
-    assert search_params(True, True) == models.SearchParams(exact=True)
-    again = search_params(True, False).quantization
-    assert again.rescore and again.oversampling == 2.0
+    assert search_params("none", False) is None
+    assert search_params("scalar", True) == models.SearchParams(exact=True)
+    for kind, oversampling in (("scalar", 2.0), ("binary", 8.0)):
+        again = search_params(kind, False).quantization
+        assert again.rescore and again.oversampling == oversampling
 
 
 @pytest.mark.parametrize(
