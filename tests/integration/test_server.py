@@ -76,11 +76,12 @@ def test_second_run_changed_document_and_refused_filter(server, encoder):
     ingest(_documents(10), encoder, [edge], store, base)
     with tiny.ForwardCounter(encoder) as counter:
         again = ingest(_documents(10), encoder, [edge], store, base)
-    assert (counter.texts, again.unchanged) == (0, 10)
+    assert (counter.texts, again.unchanged, again.nodes_unchanged) == (0, 10, 10)
     changed = _documents(10)
     changed[3].set_content("other words")
     report = ingest(changed, encoder, [edge], store, base)
-    assert (report.encoded, report.removed, store.info(f"{base}-edge-r4").points) == (1, 1, 10)
+    assert (report.encoded, report.points_removed, store.info(f"{base}-edge-r4").points) == (1, 1, 10)
+    assert (report.added, report.changed, report.removed, report.unchanged) == (0, 1, 0, 9)
     tail = EmbFilter.from_encoder(encoder, "tail", 4)
     with pytest.raises(FingerprintMismatch):
         store.require(f"{base}-edge-r4", encoder.fingerprint | tail.fingerprint, tail.dim, writing=True)
