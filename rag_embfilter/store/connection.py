@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rag_embfilter.errors import StoreError
 from rag_embfilter.store.retrying import RetryingTransport
 
 OLDEST_SERVER = (1, 16)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOCKED = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
 
 
@@ -38,6 +40,7 @@ def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
         # Qdrant reads the store before it locks it; a write of another process in between would be lost.
         lock = portalocker.Lock(path / ".embfilter.lock", "a", flags=LOCKED, fail_when_locked=True)
         lock.acquire()
+        _drop_unwritten(path)
         # Our own lock lets one thread in at a time, so SQLite's check would only get in the way.
         return QdrantClient(path=str(path), force_disable_check_same_thread=True), lock
     except portalocker.exceptions.LockException as error:
@@ -47,10 +50,33 @@ def open_embedded(path: Path) -> tuple[QdrantClient, portalocker.Lock]:
             lock.release()
         if "already accessed" in str(error):
             raise busy from error
+        if _no_room(error):
+            raise _full(str(path), error) from error
         raise StoreError(
             f"the embedded store {str(path)!r} cannot be opened ({type(error).__name__}: {error}). Restore "
             "its folder, or delete it and ingest again."
         ) from error
+
+
+def _drop_unwritten(path: Path) -> None:
+    """Forget an empty list of collections: Qdrant was stopped in the midst of making the folder."""
+    listed = path / "meta.json"
+    if listed.is_file() and not listed.stat().st_size and not (path / "collection").exists():
+        listed.unlink()
+
+
+def _no_room(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in NO_ROOM
+
+
+def _full(where: str, error: BaseException) -> StoreError:
+    return StoreError(
+        f"the disk of the embedded store {where!r} is full ({error}). Make room; what was written stays, "
+        "and the same command goes on from there."
+    )
 
 
 def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
@@ -105,7 +131,13 @@ def readable(where: str) -> Iterator[None]:
         if "not found" not in str(error):  # the embedded engine's way to say what a server says with 404
             raise
         raise StoreError(f"{where}: {error}") from error
+    except OSError as error:
+        if not _no_room(error):
+            raise
+        raise _full(where, error) from error
     except sqlite3.Error as error:
+        if _no_room(error):
+            raise _full(where, error) from error
         raise StoreError(
             f"the embedded store {where!r} failed ({error}). Is its disk full or damaged?"
         ) from error
