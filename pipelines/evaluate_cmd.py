@@ -45,6 +45,7 @@ def evaluate(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     filter_dir: options.FilterDir = None,
     ragas: Annotated[
         bool, typer.Option(help="Add RAGAS's id-based context precision and recall, where it is installed.")
@@ -68,7 +69,7 @@ def evaluate(
     )
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=True, keep=keep)
     questions = options.read_questions(example_questions)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         run_evaluation(sets, encoder, filters, store, ragas, json_file, plot, fitted, questions)
 
 

@@ -114,6 +114,15 @@ QdrantUrl = Annotated[
         rich_help_panel=STORE,
     ),
 ]
+QdrantGrpc = Annotated[
+    bool,
+    typer.Option(
+        "--qdrant-grpc",
+        envvar="QDRANT_GRPC",
+        help="Talk to the server by gRPC, on port 6334.",
+        rich_help_panel=STORE,
+    ),
+]
 Quantization = Annotated[
     str,
     typer.Option(
@@ -244,20 +253,25 @@ def read_questions(path: Path | None) -> list[str] | None:
 
 
 def open_store(
-    path: Path, url: str | None, key: str | None, filter_dir: Path | None = None, **layout: Any
+    path: Path,
+    url: str | None,
+    key: str | None,
+    filter_dir: Path | None = None,
+    grpc: bool = False,
+    **layout: Any,
 ) -> Store:
     """The server when one is named, else the embedded store, which has no layout to set."""
     from rag_embfilter.store import Layout, Store
 
     settings = Layout(**layout)
     if url:
-        return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings)
+        return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings, grpc=grpc)
     if settings != Layout():
         raise ConfigError(
             "quantization, on-disk, float16, shards and replicas are a server's; give --qdrant-url, or leave "
             "them out: the embedded store keeps whole vectors in memory."
         )
-    return Store(path=path, filter_dir=filter_dir)
+    return Store(path=path, filter_dir=filter_dir, grpc=grpc)
 
 
 def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:

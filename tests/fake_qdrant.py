@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,7 +63,8 @@ ROUTES: list[tuple[str, str, Answer]] = [
 class FakeQdrant:
     """Serves on a port of its own until `stop`; `engine` holds what is stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, encryption: ssl.SSLContext | None = None) -> None:
+        self.encryption = encryption
         self.engine = QdrantClient(location=":memory:")
         self.writes_left: int | None = None
         self.refused = 0
@@ -73,13 +75,15 @@ class FakeQdrant:
     @property
     def url(self) -> str:
         """Address to connect to."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'https' if self.encryption else 'http'}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Listen, at the same address as before."""
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         self._port = self._server.server_port
+        if self.encryption is not None:
+            self._server.socket = self.encryption.wrap_socket(self._server.socket, server_side=True)
         self.writes_left = None
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 

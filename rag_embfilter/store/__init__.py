@@ -48,6 +48,7 @@ class Store(Connected):
         filter_dir: folder of fitted filters, one file each; by default `filters` beside `path`, or
             `.embfilter/filters`.
         layout: quantisation, disk and shards of collections made from now on, on a server.
+        grpc, grpc_port: talk to the server by gRPC, on this port of the host in `url`.
 
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """

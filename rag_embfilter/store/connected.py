@@ -13,7 +13,7 @@ from qdrant_client import QdrantClient
 from qdrant_client.local.qdrant_local import QdrantLocal
 
 from rag_embfilter.errors import ConfigError
-from rag_embfilter.store.connection import open_embedded, open_server, readable
+from rag_embfilter.store.connection import GRPC_PORT, open_embedded, open_server, readable
 from rag_embfilter.store.layout import Layout
 
 
@@ -29,9 +29,13 @@ class Connected:
         timeout: int = 60,
         filter_dir: str | Path | None = None,
         layout: Layout | None = None,
+        grpc: bool = False,
+        grpc_port: int = GRPC_PORT,
     ) -> None:
         if sum(given is not None for given in (path, url, client)) != 1:
             raise ConfigError("give exactly one of path (embedded), url (server) and client.")
+        if grpc and url is None:
+            raise ConfigError("gRPC is a server's; give its url (--qdrant-url), or leave grpc out.")
         self.where = str(path or url or "the given client")
         beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
         self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
@@ -44,7 +48,7 @@ class Connected:
         elif path is not None:
             self.client, self._folder_lock = open_embedded(Path(path))
         else:
-            self.client = open_server(str(url), api_key, timeout)
+            self.client = open_server(str(url), api_key, timeout, grpc, grpc_port)
         self.embedded = isinstance(self.client._client, QdrantLocal)
 
     def __enter__(self) -> Self:
