@@ -25,10 +25,11 @@ def list_all(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     json_file: options.JsonFile = None,
 ) -> None:
     """List all collections with their size, filter and backbone."""
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         rows = [_row(store, name) for name in store.names()]
         aliases = store.aliases()
     columns = ["name", "points", "dims", "filter", "backbone", "template", "created"]
@@ -65,10 +66,11 @@ def show_one(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     json_file: options.JsonFile = None,
 ) -> None:
     """Show what made a collection: its fingerprint, part by part."""
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         info = store.info(name)
     rows = [["points", f"{info.points:,}"], ["dimensions", str(info.dim)]]
     if info.fingerprint is None:
@@ -91,9 +93,10 @@ def delete(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
 ) -> None:
     """Delete a collection and all its points."""
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         points = store.info(name).points
         if not yes and not typer.confirm(f"Delete {name} with {points:,} points?"):
             show.out.print("Nothing deleted.")
@@ -116,13 +119,14 @@ def switch(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
 ) -> None:
     """Move an alias to another collection in one step, so that readers never wait.
 
     The new collection must hold as many points as the old one, and know what made it. The same command
     with the old name goes back.
     """
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         old = store.switch(alias, name, force)
         now = store.aliases()[alias]
         if drop_old and old not in (None, now):
@@ -150,13 +154,14 @@ def adopt(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
 ) -> None:
     """Say, on your word, what made a collection that does not know it itself."""
     encoder = options.make_encoder(backbone, revision, template, query_template, pooling, max_length)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=False)
     if len(filters) != 1 or fitted:
         raise ConfigError("a collection has one filter, not a fitted one; give one type and one ratio.")
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         store.adopt(name, encoder, filters[0], override)
         made = f"{name} is now {filters[0].name} of {backbone}."
         show.out.print(show.escape(made), soft_wrap=True)

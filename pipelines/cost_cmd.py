@@ -42,6 +42,7 @@ def cost(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     json_file: options.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw bytes, latency and recall against dimensions.")
@@ -62,7 +63,7 @@ def cost(
         rows = _run(_synthetic(points, hidden_size, filter_ratios, queries), layouts, queries)
         title = f"{points:,} synthetic vectors"
     else:
-        with options.open_store(qdrant_path, qdrant_url, qdrant_key) as store:
+        with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
             rows = _run(_own(store, collection, queries), layouts, queries)
         title = f"{show.escape(collection)}: {rows[0][1].points:,} vectors"
     _print(title, rows)

@@ -44,6 +44,7 @@ def evaluate(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     filter_dir: options.FilterDir = None,
     modes: Annotated[
         list[str],
@@ -77,7 +78,7 @@ def evaluate(
     )
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=True, keep=keep)
     questions = options.read_questions(example_questions)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         run_evaluation(
             sets, encoder, filters, store, ragas, json_file, plot,
             fitted=fitted, questions=questions, modes=modes, bm25=Bm25(bm25),

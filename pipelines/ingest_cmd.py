@@ -86,6 +86,7 @@ def ingest(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     filter_dir: options.FilterDir = None,
     edge: options.Edge = False,
     bm25: options.Bm25 = None,
@@ -129,6 +130,7 @@ def ingest(
             qdrant_key,
             filter_dir,
             edge=edge,
+            grpc=qdrant_grpc,
             quantization=quantization,
             on_disk=on_disk,
             float16=float16,
@@ -155,11 +157,12 @@ def ingest(
             # Read again, not encoded again: the vectors come from the raw collection.
             again = run(open_sources(sources, reader.options), made, progress=progress)
             report.collections += again.collections
-            report.removed += again.removed
+            report.points_removed += again.points_removed
+            report.failed += [failure for failure in again.failed if failure not in report.failed]
         _fill(store, collection, [*filters, *made], report)
         vanished = _vanished(store, sources, reader, report.collections)
         if prune:
-            report.removed += _remove(store, report.collections, vanished)
+            _remove(store, report, vanished)
         progress.stop()
         _print(report, reader, encoder, store)
         _notes(vanished, prune, foreign)
@@ -236,15 +239,16 @@ def _vanished(store: Store, given: Sequence[Path], reader: SourceReader, names: 
     return sorted(s for s in stored - here if any(below(s, folder) for folder in folders))
 
 
-def _remove(store: Store, names: Sequence[str], sources: Sequence[str]) -> int:
-    """Delete all points of these sources; how many there were."""
-    removed = 0
-    for name in names:
-        for start in range(0, len(sources), 256):
-            points = list(store.points_of(name, sources[start : start + 256]))
-            store.remove(name, points)
-            removed += len(points)
-    return removed
+def _remove(store: Store, report: IngestReport, sources: Sequence[str]) -> None:
+    """Delete all points of these sources, and count their documents as removed."""
+    for start in range(0, len(sources), 256):
+        documents: set[str] = set()
+        for name in report.collections:
+            points = store.points_of(name, sources[start : start + 256])
+            store.remove(name, list(points))
+            report.points_removed += len(points)
+            documents.update(doc_id for _, doc_id in points.values())
+        report.removed += len(documents)
 
 
 def _notes(vanished: Sequence[str], prune: bool, foreign: Sequence[str]) -> None:
@@ -270,10 +274,14 @@ def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: 
         for info in [store.info(name)]
     ]
     show.out.print(show.table("Collections", ["name", "dims", "points"], rows))
+    failed = len({document for document, _ in report.failed}) + len(reader.failed)
     show.out.print(
-        f"{report.documents:,} documents, {report.nodes:,} chunks: {report.encoded:,} encoded, "
-        f"{report.refiltered:,} filtered from raw, {report.unchanged:,} unchanged; "
-        f"{report.removed:,} old points removed."
+        f"Documents: {report.added:,} added, {report.changed:,} changed, {report.removed:,} removed, "
+        f"{report.unchanged:,} unchanged, {failed:,} failed."
+    )
+    show.out.print(
+        f"Chunks: {report.encoded:,} encoded, {report.refiltered:,} filtered from raw, "
+        f"{report.nodes_unchanged:,} unchanged; {report.points_removed:,} old points removed."
     )
     if encoder.stats.truncated:
         show.out.print(f"{encoder.stats} (longer than --max-length).")

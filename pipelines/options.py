@@ -116,6 +116,15 @@ QdrantUrl = Annotated[
         rich_help_panel=STORE,
     ),
 ]
+QdrantGrpc = Annotated[
+    bool,
+    typer.Option(
+        "--qdrant-grpc",
+        envvar="QDRANT_GRPC",
+        help="Talk to the server by gRPC, on port 6334.",
+        rich_help_panel=STORE,
+    ),
+]
 Quantization = Annotated[
     str,
     typer.Option(
@@ -274,6 +283,7 @@ def open_store(
     key: str | None,
     filter_dir: Path | None = None,
     edge: bool = False,
+    grpc: bool = False,
     **layout: Any,
 ) -> Store:
     """The server when one is named, else the folder with the engine that made it."""
@@ -283,10 +293,10 @@ def open_store(
     if url and edge:
         raise ConfigError("--edge is an engine in this process, --qdrant-url a server; give one of them.")
     if url:
-        return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings)
+        return Store(url=url, api_key=key, filter_dir=filter_dir, layout=settings, grpc=grpc)
     if settings.shards or settings.replicas:
         raise ConfigError("shards and replicas are a server's; give --qdrant-url, or leave them out.")
-    store = Store(path=path, filter_dir=filter_dir, layout=settings, edge=edge or None)
+    store = Store(path=path, filter_dir=filter_dir, layout=settings, edge=edge or None, grpc=grpc)
     if store.embedded and settings != Layout():
         store.close()
         raise ConfigError(

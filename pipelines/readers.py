@@ -328,7 +328,7 @@ def _records(
         extra = record.get("metadata")
         fields = {**record, **(extra if isinstance(extra, dict) else {})}
         kept = {
-            f"field_{k}" if k in RESERVED else str(k): v
+            f"field_{k}" if k in RESERVED else str(k): _bounded(v)
             for k, v in fields.items()
             if k not in used and _plain(v)
         }
@@ -339,6 +339,11 @@ def _records(
 def _plain(value: object) -> bool:
     """Whether metadata can hold a value; JSON, in which it is stored and shown, has no NaN and no Inf."""
     return math.isfinite(value) if isinstance(value, float) else isinstance(value, SCALARS)
+
+
+def _bounded(value: Any) -> Any:
+    """A whole number that 64 bits do not hold as text; not every way into a store takes it."""
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 READERS: dict[str, Callable[[Path, str, SourceReader], Iterator[Document]]] = {

@@ -21,11 +21,12 @@ def refit_queries(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     filter_dir: options.FilterDir = None,
 ) -> None:
     """Centre a calibrated collection's queries on other example questions; no stored vector is touched."""
     asked = options.read_questions(questions) or []
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         info = store.info(collection)
         if info.settings.get("query_mean") is None or info.settings.get("filter_type") != "calibrated":
             raise ConfigError(

@@ -69,7 +69,7 @@ def evaluation_json(
         "passages": len(eval_set.corpus),
         "queries": len(eval_set.queries),
         "passages_encoded": report.encoded,
-        "passages_unchanged": report.unchanged,
+        "passages_unchanged": report.nodes_unchanged,
         "recommended": evaluation.best().name,
         "results": [_filter_json(result, judged.get(result.name, {})) for result in evaluation.results],
     }

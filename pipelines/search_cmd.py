@@ -44,6 +44,7 @@ def search(
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
+    qdrant_grpc: options.QdrantGrpc = False,
     filter_dir: options.FilterDir = None,
     json_file: options.JsonFile = None,
 ) -> None:
@@ -58,7 +59,7 @@ def search(
     if mode not in options.MODES:
         raise ConfigError(f"mode {mode!r}: expected one of {', '.join(options.MODES)}.")
     conditions = dict(_condition(word) for word in where)
-    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir) as store:
+    with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         wanted = options.one_filter(filter_types or ["edge"], filter_ratios or [2])
         info = find_collection(store, collection, wanted, chosen=bool(filter_types or filter_ratios))
         hits = find(store, info, question, mode, limit, conditions, device, dtype)

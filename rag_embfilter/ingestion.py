@@ -7,7 +7,8 @@ there already needs no work, and a run that was killed goes on where it stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,24 +31,36 @@ WINDOW = 512
 
 @dataclass
 class IngestReport:
-    """What a run did.
+    """What a run did, by document and by node.
+
+    Each document seen counts once: as added (nothing of it was stored before), changed (chunks of it are
+    new or gone, others of its chunks were stored), unchanged, or failed. "Before" is what the collections
+    written to, and raw, held when its turn came. A collection that only lacked what another one held
+    changes no document when it gets it: its text is the same.
 
     Attributes:
         collections: full names written to.
         documents: documents seen.
+        added, changed, unchanged: of those, how many were so.
+        removed: documents that their source no longer holds; none of them is among those seen.
+        failed: (document, reason) of what could not be stored, once for each cause; its former version
+            is kept.
         nodes: nodes seen; `encoded` of them went through the backbone, `refiltered` came from the raw
-            collection, `unchanged` were everywhere already.
-        removed: points of former versions deleted, over all collections.
-        failed: (document, reason) of what could not be stored; its former version is kept.
+            collection, `nodes_unchanged` were everywhere already.
+        points_removed: points of former versions deleted, over all collections.
     """
 
     collections: list[str] = field(default_factory=list)
     documents: int = 0
+    added: int = 0
+    changed: int = 0
+    removed: int = 0
+    unchanged: int = 0
     nodes: int = 0
     encoded: int = 0
     refiltered: int = 0
-    unchanged: int = 0
-    removed: int = 0
+    nodes_unchanged: int = 0
+    points_removed: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -125,6 +138,22 @@ def _raw_name(encoder: Encoder, store: Store, base: str) -> str | None:
 
 
 @dataclass
+class _Source:
+    """What is known of a source until it is complete.
+
+    Attributes:
+        ids: points it has now.
+        documents: ids of its documents seen; in `fresh` those with text that no collection held, in
+            `held` those with text that one did.
+    """
+
+    ids: set[str] = field(default_factory=set)
+    documents: set[str] = field(default_factory=set)
+    fresh: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
+
+
+@dataclass
 class _Run:
     """State of one ingestion: the window being filled, and sources not yet cleaned of old points."""
 
@@ -135,7 +164,7 @@ class _Run:
     incomplete: Container[str]
     report: IngestReport = field(default_factory=IngestReport)
     window: list[TextNode] = field(default_factory=list)
-    current: dict[str, set[str]] = field(default_factory=dict)  # source -> ids it has now
+    current: dict[str, _Source] = field(default_factory=dict)
     complete: set[str] = field(default_factory=set)
     failed_docs: set[str] = field(default_factory=set)
 
@@ -148,14 +177,15 @@ class _Run:
                 raise ConfigError(
                     f"documents of source {source!r} do not follow each other; sort the documents by source."
                 )
-            ids = self.current.setdefault(source, set())
+            state = self.current.setdefault(source, _Source())
+            state.documents.add(document.id_)
             title = str(document.metadata.get("title") or "")
             if why := fault(passage_text(title, document.text)):
                 self.fail(document.id_, why)
                 continue
             for node in splitter.nodes(document):
                 self.report.nodes += 1
-                ids.add(node.id_)
+                state.ids.add(node.id_)
                 yield node
 
     def fail(self, doc_id: str, reason: str) -> None:
@@ -165,25 +195,52 @@ class _Run:
 
 
 def _advance(run: _Run, progress: Callable[[int], None] | None, last: bool = False) -> None:
-    """Write the window; then delete old points of the sources that are complete."""
+    """Write the window; then delete old points of the sources that are complete, and count them."""
     nodes, run.window = run.window, []
     if nodes:
         _write(run, nodes, progress)
     open_source = None if last or not nodes else str(nodes[-1].metadata["source"])
     complete = [source for source in run.current if source != open_source]
-    whole = [source for source in complete if source not in run.incomplete]
-    for name in run.targets:
-        stored = run.store.points_of(name, whole)
-        stale = [
-            point
-            for point, (source, doc_id) in stored.items()
-            if point not in run.current[source] and doc_id not in run.failed_docs
-        ]
-        run.store.remove(name, stale)
-        run.report.removed += len(stale)
+    former, deleted = _clean(run, complete)
     for source in complete:
-        del run.current[source]
+        _count(run, run.current.pop(source), former.get(source, set()), deleted.get(source, set()))
         run.complete.add(source)
+
+
+def _clean(run: _Run, sources: Sequence[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Delete old points of complete sources.
+
+    Returns: by source, the documents that had old points, and those of which some were deleted.
+    """
+    former: dict[str, set[str]] = defaultdict(set)
+    deleted: dict[str, set[str]] = defaultdict(set)
+    whole = {source for source in sources if source not in run.incomplete}
+    looked_at = dict.fromkeys([*run.targets, *([run.raw] if run.raw else [])])
+    for name in looked_at:
+        stale = []
+        for point, (source, doc_id) in run.store.points_of(name, sources).items():
+            if point in run.current[source].ids:
+                continue
+            former[source].add(doc_id)
+            if name in run.targets and source in whole and doc_id not in run.failed_docs:
+                deleted[source].add(doc_id)
+                stale.append(point)
+        run.store.remove(name, stale)
+        run.report.points_removed += len(stale)
+    return former, deleted
+
+
+def _count(run: _Run, source: _Source, former: set[str], deleted: set[str]) -> None:
+    """Each document of a complete source once; see `IngestReport`."""
+    report = run.report
+    for doc_id in source.documents - run.failed_docs:
+        if doc_id in source.fresh and doc_id not in source.held | former:
+            report.added += 1
+        elif doc_id in source.fresh | deleted:
+            report.changed += 1
+        else:
+            report.unchanged += 1
+    report.removed += len(deleted - source.documents)
 
 
 def _write(run: _Run, nodes: list[TextNode], progress: Callable[[int], None] | None) -> None:
@@ -191,12 +248,14 @@ def _write(run: _Run, nodes: list[TextNode], progress: Callable[[int], None] | N
     ids = [node.id_ for node in nodes]
     present = {name: run.store.present(name, ids) for name in run.targets}
     wanted = [node for node in nodes if any(node.id_ not in held for held in present.values())]
-    run.report.unchanged += len(nodes) - len(wanted)
+    run.report.nodes_unchanged += len(nodes) - len(wanted)
     if progress is not None and len(wanted) < len(nodes):
         progress(len(nodes) - len(wanted))
+    in_raw = _in_raw(run, present, wanted)
+    _note_held(run, nodes, in_raw.union(*present.values()))
     if not wanted:
         return
-    vectors = _raw_vectors(run, wanted, progress)
+    vectors = _raw_vectors(run, wanted, in_raw, progress)
     for name, embfilter in run.targets.items():
         missing = [node for node in wanted if node.id_ not in present[name] and node.id_ in vectors]
         if not missing:
@@ -211,14 +270,27 @@ def _write(run: _Run, nodes: list[TextNode], progress: Callable[[int], None] | N
             run.store.upsert(name, missing, filtered)
 
 
+def _in_raw(run: _Run, present: Mapping[str, set[str]], nodes: Sequence[TextNode]) -> set[str]:
+    """Which of these nodes the raw collection holds, asked for only where that is not known yet."""
+    if run.raw is None or not nodes:
+        return set()
+    return present[run.raw] if run.raw in present else run.store.present(run.raw, [n.id_ for n in nodes])
+
+
+def _note_held(run: _Run, nodes: Sequence[TextNode], held: Container[str]) -> None:
+    """Note which documents bring text that is new, and which text that some collection holds."""
+    for node in nodes:
+        state = run.current[str(node.metadata["source"])]
+        (state.held if node.id_ in held else state.fresh).add(str(node.ref_doc_id))
+
+
 def _raw_vectors(
-    run: _Run, nodes: list[TextNode], progress: Callable[[int], None] | None
+    run: _Run, nodes: list[TextNode], known: Container[str], progress: Callable[[int], None] | None
 ) -> dict[str, FloatArray]:
-    """Raw unit embeddings by node id: from the raw collection where it has them, else encoded."""
-    known = run.store.present(run.raw, [node.id_ for node in nodes]) if run.raw else set()
+    """Raw unit embeddings by node id: from the raw collection for those `known` there, else encoded."""
     vectors: dict[str, FloatArray] = {}
-    if run.raw and known:
-        kept = [node.id_ for node in nodes if node.id_ in known]
+    kept = [node.id_ for node in nodes if node.id_ in known]
+    if run.raw and kept:
         vectors.update(zip(kept, run.store.vectors(run.raw, kept), strict=True))
         run.report.refiltered += len(kept)
         if progress is not None:

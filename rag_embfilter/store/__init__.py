@@ -49,6 +49,7 @@ class Store(Collections):
         layout: quantisation, disk and shards of collections made from now on, on a server or Edge.
         edge: whether a new folder is Qdrant Edge's (`[edge]` extra): the server's engine in this process,
             with index, quantisation and BM25. A folder that is there already opens as what it is.
+        grpc, grpc_port: talk to the server by gRPC, on this port of the host in `url`.
 
     Raises `StoreError` when the folder is in use, or the server cannot be reached.
     """

@@ -14,7 +14,7 @@ from qdrant_client.local.qdrant_local import QdrantLocal
 from qdrant_client.qdrant_remote import QdrantRemote
 
 from rag_embfilter.errors import ConfigError
-from rag_embfilter.store.connection import open_folder, open_server, readable
+from rag_embfilter.store.connection import GRPC_PORT, open_folder, open_server, readable
 from rag_embfilter.store.layout import Layout
 
 
@@ -31,9 +31,13 @@ class Connected:
         filter_dir: str | Path | None = None,
         layout: Layout | None = None,
         edge: bool | None = None,
+        grpc: bool = False,
+        grpc_port: int = GRPC_PORT,
     ) -> None:
         if sum(given is not None for given in (path, url, client)) != 1:
             raise ConfigError("give exactly one of path (embedded), url (server) and client.")
+        if grpc and url is None:
+            raise ConfigError("gRPC is a server's; give its url (--qdrant-url), or leave grpc out.")
         self.where = str(path or url or "the given client")
         beside = Path(path).resolve().parent if path is not None else Path(".embfilter").resolve()
         self.filter_dir = beside / "filters" if filter_dir is None else Path(filter_dir).resolve()
@@ -46,7 +50,7 @@ class Connected:
         elif path is not None:
             self.client, self._folder_lock = open_folder(Path(path), edge)
         else:
-            self.client = open_server(str(url), api_key, timeout)
+            self.client = open_server(str(url), api_key, timeout, grpc, grpc_port)
         self.embedded = isinstance(self.client._client, QdrantLocal)
         self.in_process = not isinstance(self.client._client, QdrantRemote)
 

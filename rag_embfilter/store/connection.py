@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import logging
+import os
 import re
 import sqlite3
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import portalocker
-from grpc import RpcError
+from grpc import RpcError, StatusCode
 from qdrant_client import QdrantClient
 from qdrant_client.common.client_exceptions import QdrantException
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from rag_embfilter.errors import ConfigError, StoreError
-from rag_embfilter.store.retrying import RetryingTransport
+from rag_embfilter.store.retrying import RetryingTransport, grpc_options
+
+logger = logging.getLogger(__name__)
 
 OLDEST_SERVER = (1, 16)
 EDGE_MARK = "edge.json"  # stands in every folder of Qdrant Edge
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GRPC_PORT = 6334
 LOCKED = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
 
 
@@ -41,6 +51,7 @@ def open_folder(path: Path, edge: bool | None = None) -> tuple[QdrantClient, por
         # Qdrant reads the store before it locks it; a write of another process in between would be lost.
         lock = portalocker.Lock(path / ".embfilter.lock", "a", flags=LOCKED, fail_when_locked=True)
         lock.acquire()
+        _drop_unwritten(path)
         return engine(path), lock
     except portalocker.exceptions.LockException as error:
         raise busy from error
@@ -49,6 +60,8 @@ def open_folder(path: Path, edge: bool | None = None) -> tuple[QdrantClient, por
             lock.release()
         if "already accessed" in str(error):
             raise busy from error
+        if _no_room(error):
+            raise _full(str(path), error) from error
         raise StoreError(
             f"the embedded store {str(path)!r} cannot be opened ({type(error).__name__}: {error}). Restore "
             "its folder, or delete it and ingest again."
@@ -76,15 +89,49 @@ def _engine(path: Path, edge: bool | None) -> Callable[[Path], QdrantClient]:
     return edge_client
 
 
-def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
-    """Connect to a server and check that it is one we can use. Raises `StoreError`.
+def _drop_unwritten(path: Path) -> None:
+    """Forget an empty list of collections: Qdrant was stopped in the midst of making the folder."""
+    listed = path / "meta.json"
+    if listed.is_file() and not listed.stat().st_size and not (path / "collection").exists():
+        listed.unlink()
+
+
+def _no_room(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in NO_ROOM
+
+
+def _full(where: str, error: BaseException) -> StoreError:
+    return StoreError(
+        f"the disk of the embedded store {where!r} is full ({error}). Make room; what was written stays, "
+        "and the same command goes on from there."
+    )
+
+
+def open_server(
+    url: str, api_key: str | None, timeout: int, grpc: bool = False, grpc_port: int = GRPC_PORT
+) -> QdrantClient:
+    """Connect to a server, by REST or gRPC, and check that it is one we can use. Raises `StoreError`.
 
     A wrong address fails at once; later requests wait for a server that restarts.
     """
-    transport = RetryingTransport()
-    with readable(url), _well_formed(url):
+    transport = _transport()
+    with readable(url), _well_formed(url), warnings.catch_warnings():
+        # Ours says which address, and is silent about this machine.
+        warnings.filterwarnings("ignore", "Api key is used with an insecure connection")
+        if api_key and not _private(url):
+            logger.warning("the API key goes to %s unencrypted; use https", url)
         client = QdrantClient(
-            url=url, api_key=api_key, timeout=timeout, check_compatibility=False, transport=transport
+            url=url,
+            api_key=api_key or None,
+            timeout=timeout,
+            check_compatibility=False,
+            transport=transport,
+            prefer_grpc=grpc,
+            grpc_port=grpc_port,
+            grpc_options=(grpc_options() | _roots(url)) if grpc else None,
         )
         version = client.info().version
     transport.patient = True
@@ -95,6 +142,36 @@ def open_server(url: str, api_key: str | None, timeout: int) -> QdrantClient:
             f"needs {'.'.join(map(str, OLDEST_SERVER))} or later. Upgrade the server."
         )
     return client
+
+
+def _private(url: str) -> bool:
+    """Whether what is sent to this address is encrypted or stays on this machine.
+
+    An address without a scheme is https to the client once there is a key.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "http" or host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _roots(url: str) -> dict[str, bytes]:
+    """The authorities that SSL_CERT_FILE names, which REST heeds by itself and gRPC does not."""
+    file = os.environ.get("SSL_CERT_FILE")
+    return {"root_certificates": Path(file).read_bytes()} if file and not url.startswith("http:") else {}
+
+
+def _transport() -> RetryingTransport:
+    """What REST goes through; making it reads the authorities for https."""
+    try:
+        return RetryingTransport()
+    except OSError as error:
+        file = os.environ.get("SSL_CERT_FILE")
+        raise StoreError(f"the certificates of SSL_CERT_FILE {file!r} cannot be read ({error}).") from error
 
 
 @contextmanager
@@ -116,19 +193,42 @@ def readable(where: str) -> Iterator[None]:
         yield
     except ResponseHandlingException as error:
         raise StoreError(
-            f"cannot reach Qdrant at {where}: {error}. Is it running (`docker compose up qdrant`), and is "
-            "the address right?"
+            f"cannot reach Qdrant at {where}: {_line(error)}. Is it running (`docker compose up qdrant`), "
+            "and is the address right?"
         ) from error
     except UnexpectedResponse as error:
-        said = error.content.decode(errors="replace")[:300] if error.content else error.reason_phrase
+        said = _line(error.content.decode(errors="replace") if error.content else error.reason_phrase)
         raise StoreError(f"Qdrant at {where} answered {error.status_code}: {said}") from error
-    except (QdrantException, RpcError) as error:
+    except RpcError as error:
+        raise _by_grpc(where, error) from error
+    except QdrantException as error:
         raise StoreError(f"Qdrant at {where}: {error or type(error).__name__}. Try again later.") from error
     except ValueError as error:
         if "not found" not in str(error):  # the embedded engine's way to say what a server says with 404
             raise
         raise StoreError(f"{where}: {error}") from error
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
+        if _no_room(error):
+            raise _full(where, error) from error
+        if isinstance(error, OSError):
+            raise
         raise StoreError(
             f"the embedded store {where!r} failed ({error}). Is its disk full or damaged?"
         ) from error
+
+
+def _line(said: object) -> str:
+    """What somebody else's error says, in one line without a full stop."""
+    return " ".join(str(said).split())[:300].rstrip(".")
+
+
+def _by_grpc(where: str, error: RpcError) -> StoreError:
+    """What a failed gRPC call says, without the call's own report of many lines."""
+    code = error.code() if hasattr(error, "code") else None
+    said = _line(error.details() if hasattr(error, "details") else error)
+    if code in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
+        return StoreError(
+            f"cannot reach Qdrant at {where} by gRPC: {said}. Is it running (`docker compose up qdrant`), is "
+            "its gRPC port open, and is the address right?"
+        )
+    return StoreError(f"Qdrant at {where} answered {getattr(code, 'name', 'with an error')}: {said}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from typing import Any
 
 import httpx
 from tenacity import (
@@ -17,11 +19,20 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 7  # with the waits between them about half a minute
 LONGEST_WAIT = 10.0
+RETRY_BYTES = 64 << 20
 BUSY = (502, 503, 504)
 # Nothing was sent yet, so any request may be made again.
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
 # The server may have done it. Reading is harmless, and points are written under ids of their own.
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+
+# The same by gRPC: reading, and writing or deleting points.
+HARMLESS = {
+    "qdrant.Points": (
+        "Upsert Delete CreateFieldIndex Get Scroll Count Query QueryBatch QueryGroups Search SearchBatch"
+    ).split(),
+    "qdrant.Collections": "Get List ListAliases ListCollectionAliases CollectionExists".split(),
+}
 
 
 class _BusyError(Exception):
@@ -72,6 +83,38 @@ class RetryingTransport(httpx.BaseTransport):
     def close(self) -> None:
         """Close the connections."""
         self.inner.close()
+
+
+def grpc_options(first_wait: float = 2.0) -> dict[str, Any]:
+    """Options of a gRPC channel that waits and tries again; gRPC does both by itself.
+
+    A call waits for a connection until its time is up, as nothing was sent yet. One that breaks
+    (UNAVAILABLE) is made again, with growing pauses, when it does no harm twice. The health check, which
+    is the first call, does neither: a wrong address fails at once.
+    """
+    harmless = [
+        {"service": service, "method": method} for service in HARMLESS for method in HARMLESS[service]
+    ]
+    again = {
+        "maxAttempts": 5,  # gRPC allows no more
+        "initialBackoff": f"{first_wait:g}s",
+        "maxBackoff": f"{LONGEST_WAIT:g}s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = {
+        "methodConfig": [
+            {"name": harmless, "waitForReady": True, "retryPolicy": again},
+            {"name": [{"service": service} for service in HARMLESS], "waitForReady": True},
+        ]
+    }
+    return {
+        "grpc.service_config": json.dumps(config),
+        "grpc.enable_retries": 1,
+        # What is to be sent again is kept meanwhile; by default no more than 256 KiB, less than a batch.
+        "grpc.per_rpc_retry_buffer_size": RETRY_BYTES,
+        "grpc.max_reconnect_backoff_ms": 2000,
+    }
 
 
 def _note(state: RetryCallState) -> None:

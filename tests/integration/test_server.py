@@ -1,8 +1,7 @@
-"""A real Qdrant server gives what the embedded one gives. Runs when QDRANT_URL names one."""
+"""A real Qdrant server gives, by REST and by gRPC, what the embedded one gives. See the fixture `qdrant`."""
 
 from __future__ import annotations
 
-import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from llama_index.vector_stores.qdrant import QdrantVectorStore
 from qdrant_client import models
 
 from rag_embfilter import EmbFilter, Encoder, Store, ingest
-from rag_embfilter.errors import FingerprintMismatch
+from rag_embfilter.errors import FingerprintMismatch, StoreError
 from rag_embfilter.refiltering import Refiltered, refilter
 from rag_embfilter.store import Layout
 from tests import tiny
@@ -22,14 +21,11 @@ from tests import tiny
 pytestmark = pytest.mark.qdrant
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[Store, str]]:
+@pytest.fixture(params=[False, True], ids=["rest", "grpc"])
+def server(request, qdrant) -> Iterator[tuple[Store, str]]:
     """A server's store and a base name of this test's own; its collections are removed afterwards."""
-    url = os.environ.get("QDRANT_URL")
-    if not url:
-        pytest.skip("QDRANT_URL does not name a Qdrant server")
     base = f"test-{uuid.uuid4().hex[:12]}"
-    with Store(url=url, api_key=os.environ.get("QDRANT_API_KEY")) as store:
+    with Store(**qdrant, grpc=request.param) as store:
         yield store, base
         for name in store.names():
             if name.startswith(base):
@@ -70,17 +66,44 @@ def test_server_and_embedded_agree(server, encoder, tmp_path):
                     np.testing.assert_allclose([h.score for h in a], [h.score for h in b], atol=1e-5)
 
 
+def test_what_one_way_wrote_the_other_reads(server, qdrant, encoder):
+    """Fingerprints, settings, payloads and vectors pass through REST and gRPC alike."""
+    store, base = server
+    filters = [EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2))]
+    ingest(_documents(300), encoder, filters, store, base)
+    with Store(**qdrant, grpc=not store.client._client._prefer_grpc) as other:
+        with tiny.ForwardCounter(encoder) as counter:
+            again = ingest(_documents(300), encoder, filters, other, base)
+        assert (counter.texts, again.unchanged, again.points_removed) == (0, 300, 0)
+        for name in again.collections:
+            ours, theirs = store.info(name), other.info(name)
+            assert ours == theirs and ours.fingerprint is not None
+            first, second = ([page for page in s.pages(name)] for s in (store, other))
+            assert [page.ids for page in first] == [page.ids for page in second]
+            assert [page.payloads for page in first] == [page.payloads for page in second]
+            for a, b in zip(first, second, strict=True):
+                np.testing.assert_allclose(a.vectors, b.vectors, atol=1e-6)
+
+
+def test_what_a_server_refuses_is_one_line(server):
+    store, base = server
+    with pytest.raises(StoreError, match=r"^Qdrant at \S+ answered (404|NOT_FOUND): .*") as caught:
+        store.count(f"{base}-absent")
+    assert "\n" not in str(caught.value)
+
+
 def test_second_run_changed_document_and_refused_filter(server, encoder):
     store, base = server
     edge = EmbFilter.from_encoder(encoder, "edge", 4)
     ingest(_documents(10), encoder, [edge], store, base)
     with tiny.ForwardCounter(encoder) as counter:
         again = ingest(_documents(10), encoder, [edge], store, base)
-    assert (counter.texts, again.unchanged) == (0, 10)
+    assert (counter.texts, again.unchanged, again.nodes_unchanged) == (0, 10, 10)
     changed = _documents(10)
     changed[3].set_content("other words")
     report = ingest(changed, encoder, [edge], store, base)
-    assert (report.encoded, report.removed, store.info(f"{base}-edge-r4").points) == (1, 1, 10)
+    assert (report.encoded, report.points_removed, store.info(f"{base}-edge-r4").points) == (1, 1, 10)
+    assert (report.added, report.changed, report.removed, report.unchanged) == (0, 1, 0, 9)
     tail = EmbFilter.from_encoder(encoder, "tail", 4)
     with pytest.raises(FingerprintMismatch):
         store.require(f"{base}-edge-r4", encoder.fingerprint | tail.fingerprint, tail.dim, writing=True)

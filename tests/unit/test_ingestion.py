@@ -32,12 +32,18 @@ def _contents(store, name):
     return sorted((r.payload["doc_id"], r.payload["chunk"], str(r.id)) for r in records)
 
 
+def _counts(report):
+    """Documents added, changed, removed, unchanged, failed."""
+    failed = len({document for document, _ in report.failed})
+    return report.added, report.changed, report.removed, report.unchanged, failed
+
+
 def test_one_pass_fills_every_collection_with_the_same_points(store, encoder, filters):
     with tiny.ForwardCounter(encoder) as counter:
         report = ingest(_corpus(a="alpha", b="beta", c="gamma"), encoder, filters, store, "c")
     assert counter.texts == 3
     assert report.collections == NAMES
-    assert (report.documents, report.nodes, report.encoded, report.unchanged) == (3, 3, 3, 0)
+    assert (report.documents, report.nodes, report.encoded, report.nodes_unchanged) == (3, 3, 3, 0)
     contents = [_contents(store, name) for name in NAMES]
     assert all(content == contents[0] for content in contents) and len(contents[0]) == 3
     raw = store.vectors("c-raw", [point for _, _, point in contents[0]])
@@ -52,18 +58,95 @@ def test_c03_again_changed_and_emptied(store, encoder, filters):
     before = _contents(store, "c-raw")
     with tiny.ForwardCounter(encoder) as counter:
         again = ingest(_corpus(**texts), encoder, filters, store, "c")
-    assert (counter.texts, again.unchanged, again.removed) == (0, 5, 0)
+    assert (counter.texts, again.nodes_unchanged, again.points_removed) == (0, 5, 0)
     assert _contents(store, "c-raw") == before
 
     texts["d2"] = "something else"
     with tiny.ForwardCounter(encoder) as counter:
         changed = ingest(_corpus(**texts), encoder, filters, store, "c")
-    assert (counter.texts, changed.encoded, changed.unchanged) == (1, 1, 4)
-    assert changed.removed == len(NAMES)  # one former point in each collection
+    assert (counter.texts, changed.encoded, changed.nodes_unchanged) == (1, 1, 4)
+    assert changed.points_removed == len(NAMES)  # one former point in each collection
     for name in NAMES:
         after = _contents(store, name)
         assert [c for c in after if c[0] != "d2"] == [c for c in before if c[0] != "d2"]
         assert len(after) == 5
+
+
+def test_each_document_is_counted_once_whatever_its_chunks_and_windows(store, encoder, filters, monkeypatch):
+    """Sources of three documents of two or three chunks each, in windows that cut through both."""
+    monkeypatch.setattr("rag_embfilter.ingestion.WINDOW", 4)
+
+    def run(filters=filters[:2], incomplete=(), **texts):
+        documents = [Document(id_=name, text=t, metadata={"source": name[0]}) for name, t in texts.items()]
+        sizes = {"chunk_size": 20, "chunk_overlap": 0}
+        return _counts(ingest(documents, encoder, filters, store, "c", incomplete=incomplete, **sizes))
+
+    texts = {f"{s}{i}": f"Part one of {s}{i}. Part two of {s}{i}." for s in "ab" for i in range(3)}
+    assert run(**texts) == (6, 0, 0, 0, 0)
+    assert run(**texts) == (0, 0, 0, 6, 0)
+    assert run(filters, **texts) == (0, 0, 0, 6, 0)  # a filter that only lacked them changes none
+    longer = texts | {"a1": texts["a1"] + " Part three of a1."}
+    assert run(**longer) == (0, 1, 0, 5, 0)
+    assert run(**texts) == (0, 1, 0, 5, 0)  # a chunk less, none new
+    del texts["a0"], texts["b2"]
+    new = {"a9": "Something new.", "b1": "", "c0": "One more."}
+    assert run(incomplete={"a"}, **dict(sorted((texts | new).items()))) == (2, 0, 1, 3, 1)
+    assert run(**dict(sorted((texts | new).items()))) == (0, 0, 1, 5, 1)
+
+
+def test_what_only_the_raw_collection_holds_is_no_new_document(store, encoder, filters):
+    ingest(_corpus(a="alpha", b="beta"), encoder, filters[:1], store, "c")
+    report = ingest(_corpus(a="alpha", b="beta two", c="gamma"), encoder, filters[1:], store, "c")
+    assert _counts(report) == (1, 1, 0, 1, 0)
+
+
+def test_a_run_asks_the_store_little(store, encoder, filters, monkeypatch):
+    """Two look-ups a collection and window: what is there, and what was there before."""
+    corpus = _corpus(**{f"d{i}": f"text {i}" for i in range(40)})
+    ingest(corpus, encoder, filters, store, "c")
+    corpus[3].set_content("another text")
+    asked = []
+    for name in ("retrieve", "scroll"):
+        real = getattr(store.client, name)
+        monkeypatch.setattr(
+            store.client, name, lambda *a, real=real, name=name, **k: asked.append(name) or real(*a, **k)
+        )
+    ingest(corpus, encoder, filters, store, "c")
+    assert sorted(asked) == ["retrieve"] * len(NAMES) + ["scroll"] * len(NAMES)
+
+
+def test_c04_an_encoder_that_raises_loses_nothing(store, encoder, filters):
+    """(a) the former version stays until a run succeeds; (b) an empty store gets all of the second run."""
+
+    def dying(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    def texts():
+        return [[node.text for page in store.pages(name) for node in page.nodes] for name in NAMES]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(encoder, "_forward", dying)
+        ingest(_corpus(d="version one"), encoder, filters, store, "c")
+    assert texts() == [[]] * 4
+    assert _counts(ingest(_corpus(d="version one"), encoder, filters, store, "c")) == (1, 0, 0, 0, 0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(encoder, "_forward", dying)
+        ingest(_corpus(d="version two"), encoder, filters, store, "c")
+    assert texts() == [["version one"]] * 4
+    (hits,) = store.search("c-edge-r2", filters[1].apply(encoder.encode_queries(["version one"])))
+    assert [hit.text for hit in hits] == ["version one"]
+    assert _counts(ingest(_corpus(d="version two"), encoder, filters, store, "c")) == (0, 1, 0, 0, 0)
+    assert texts() == [["version two"]] * 4
+
+
+def test_c04_the_sixth_of_ten_documents_fails(store, encoder, filters):
+    corpus = _corpus(**{f"d{i}": f"text {i}" + " #" * (i == 5) for i in range(10)})
+    with tiny.Spoil(encoder, "#", float("nan")):
+        report = ingest(corpus, encoder, filters, store, "c")
+    assert [document for document, _ in report.failed] == ["d5"] and _counts(report) == (9, 0, 0, 0, 1)
+    with tiny.ForwardCounter(encoder) as counter:
+        report = ingest(corpus, encoder, filters, store, "c")
+    assert counter.texts == 1 and _counts(report) == (1, 0, 0, 9, 0)
 
 
 def test_two_documents_with_one_text_stay_two(store, encoder, filters):
@@ -109,7 +192,7 @@ def test_c04_a_failing_document_keeps_its_former_version_and_the_rest_is_stored(
     with tiny.Spoil(encoder, "#", float("nan")):
         report = ingest(_corpus(a="alpha two", b="beta # two", c="gamma"), encoder, filters, store, "c")
     ((document, reason),) = report.failed
-    assert document == "b" and "NaN" in reason
+    assert document == "b" and "NaN" in reason and _counts(report) == (1, 1, 0, 0, 1)
     for name in NAMES:
         assert [c for c in _contents(store, name) if c[0] == "b"] == former
         assert [c[0] for c in _contents(store, name)] == ["a", "b", "c"]
@@ -193,7 +276,8 @@ def test_many_windows_with_sources_across_them(store, encoder, filters, monkeypa
     ingest(documents(), encoder, filters, store, "c")
     assert store.info("c-raw").points == 15
     report = ingest(documents(skip={("a", 0), ("b", 4)}), encoder, filters, store, "c")
-    assert report.removed == 2 * len(NAMES)
+    assert report.points_removed == 2 * len(NAMES)
+    assert _counts(report) == (0, 0, 2, 13, 0)
     assert {c[0] for c in _contents(store, "c-tail-r4")} == {d.id_ for d in documents({("a", 0), ("b", 4)})}
 
 

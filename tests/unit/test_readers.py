@@ -264,6 +264,12 @@ def test_numbers_that_json_cannot_hold_are_left_out_of_metadata(tmp_path):
     assert {k: v for k, v in document.metadata.items() if isinstance(v, float)} == {"d": 1.5}
 
 
+def test_whole_numbers_over_64_bits_become_text(tmp_path):
+    file = put(tmp_path / "a.jsonl", '{"text": "x", "a": 9223372036854775807, "b": 9223372036854775808}')
+    (document,), _ = read(file)
+    assert (document.metadata["a"], document.metadata["b"]) == (2**63 - 1, "9223372036854775808")
+
+
 def test_csv_with_quoted_lines_a_huge_field_and_ragged_rows(tmp_path):
     huge = "x" * 200_000  # over the csv module's own limit of 131,072
     rows = f'id,text,team\n1,"two\nlines",IT\n2,{huge},HR\n3\n4,long,row,too,many\n'

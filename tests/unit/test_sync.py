@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pipelines.app import main
@@ -29,6 +34,49 @@ def run(llama, tmp_path, capsys):
 def _texts(tmp_path, name):
     with Store(path=tmp_path / "q") as store:
         return sorted(node.text for page in store.pages(name) for node in page.nodes)
+
+
+def _points(tmp_path, name):
+    """Text -> id."""
+    with Store(path=tmp_path / "q") as store:
+        return {node.text: node.id_ for page in store.pages(name) for node in page.nodes}
+
+
+def test_c03_again_changed_touched_and_renamed(run, llama, tmp_path):
+    """Five files; the counts of each run as they are printed and written, and the ids that stay."""
+    for name in ("d", "e"):
+        (run.docs / f"{name}.txt").write_text(f"text of {name}")
+
+    def ingested(encoded, *documents, arguments=()):
+        code, out, _ = run("--json", str(tmp_path / "in.json"), *arguments)
+        names = ("added", "changed", "removed", "unchanged")
+        line = ", ".join(f"{n} {name}" for n, name in zip(documents, names, strict=True))
+        assert code == 0 and f"Documents: {line}, 0 failed." in out
+        written = json.loads((tmp_path / "in.json").read_text())["ingest"]
+        assert (written["encoded"], *(written[name] for name in names)) == (encoded, *documents)
+        pairs = [_points(tmp_path, name) for name in ("c-raw", "c-edge-r2")]
+        assert pairs[0] == pairs[1]
+        return pairs[0]
+
+    first = ingested(5, 5, 0, 0, 0)
+    words = [sys.executable, "-m", "pipelines", "ingest", str(run.docs), "--collection", "c"]
+    words += ["--backbone", str(llama), "--qdrant-path", str(tmp_path / "q")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ)
+    assert "Documents: 0 added, 0 changed, 0 removed, 5 unchanged, 0 failed." in done.stdout
+    assert "0 encoded" in done.stdout and _points(tmp_path, "c-raw") == first
+
+    (run.docs / "b.txt").write_text("new text of b")
+    changed = ingested(1, 0, 1, 0, 4)
+    assert changed.keys() == {"text of a", "new text of b", "text of c", "text of d", "text of e"}
+    assert {text: first[text] for text in first if text != "text of b"}.items() <= changed.items()
+
+    os.utime(run.docs / "c.txt", (1, 1))
+    assert ingested(0, 0, 0, 0, 5) == changed
+
+    (run.docs / "d.txt").rename(run.docs / "z.txt")
+    renamed = ingested(1, 1, 0, 1, 4, arguments=["--prune"])
+    assert renamed.keys() == changed.keys()
+    assert {text for text in changed if renamed[text] != changed[text]} == {"text of d"}
 
 
 def test_every_collection_of_the_base_follows_a_change(run, tmp_path):

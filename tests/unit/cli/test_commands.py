@@ -127,16 +127,21 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
     ratios = ("--filter-ratios", "2", "4", "8", docs)  # the path after them is still an argument
     done = run("ingest", *ratios, "--collection", "docs", "--json", tmp_path / "in.json")
     assert done.code == 0
-    assert "4 documents, 4 chunks: 4 encoded, 0 filtered from raw, 0 unchanged" in done.out
+    assert "Documents: 4 added, 0 changed, 0 removed, 0 unchanged, 0 failed." in done.out
+    assert "Chunks: 4 encoded, 0 filtered from raw, 0 unchanged; 0 old points removed." in done.out
     written = json.loads((tmp_path / "in.json").read_text())
     assert written["ingest"] == {
         "collections": ["docs-raw", "docs-edge-r2", "docs-edge-r4", "docs-edge-r8"],
         "documents": 4,
+        "added": 4,
+        "changed": 0,
+        "removed": 0,
+        "unchanged": 0,
         "nodes": 4,
         "encoded": 4,
         "refiltered": 0,
-        "unchanged": 0,
-        "removed": 0,
+        "nodes_unchanged": 0,
+        "points_removed": 0,
         "failed": [],
         "not_read": [],
         "skipped": [],
@@ -185,6 +190,7 @@ def test_unreadable_files_are_listed_and_the_rest_is_stored(run, docs, tmp_path)
     assert f"{docs}/blank.txt: the text is empty or only white space" in done.err
     assert "1 files of other types passed over: .png" in done.out
     report = json.loads((tmp_path / "in.json").read_text())["ingest"]
+    assert "Documents: 4 added, 0 changed, 0 removed, 0 unchanged, 3 failed." in done.out
     assert (report["encoded"], report["skipped"]) == (4, [str(docs / "photo.png")])
     assert [Path(what).name for what, _ in report["not_read"]] == ["broken.pdf", "korean.txt"]
 
@@ -214,7 +220,7 @@ def test_texts_over_max_length_are_chunked_and_not_cut(run, docs):
     (docs / "c.jsonl").unlink()
     words = ("--max-length", "30", "--chunk-size", "30", "--chunk-overlap", "0")
     done = run("ingest", docs, "--collection", "docs", *words)
-    assert done.code == 0 and "4 chunks: 4 encoded" in done.out and "truncated" not in done.out
+    assert done.code == 0 and "Chunks: 4 encoded" in done.out and "truncated" not in done.out
 
 
 # Search

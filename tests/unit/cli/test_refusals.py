@@ -111,7 +111,7 @@ def test_a_result_that_cannot_be_written_is_one_message(run, stored):
 
 
 def test_a_stop_by_the_user_is_exit_code_130(run, monkeypatch):
-    def stop(*words):
+    def stop(*words, **settings):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pipelines.options.open_store", stop)
