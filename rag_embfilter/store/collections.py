@@ -166,7 +166,7 @@ class Collections(Connected):
         if "fit" in embfilter.parts:
             embfilter.save(self.filter_dir / filter_file(embfilter))
         raw_name = f"{base}-raw"
-        if bm25 is None and self.exists(raw_name):
+        if bm25 is None and name != raw_name and self.exists(raw_name):
             bm25 = self.info(raw_name, count=False).bm25
         metadata = {KEY: made_by(encoder, embfilter, base, bm25)}
         raw = embfilter.filter_type == "raw"

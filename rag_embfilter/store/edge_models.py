@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import qdrant_edge as edge
 from qdrant_client import models
 
@@ -126,7 +127,9 @@ def _condition(given: models.Condition) -> Any:
 def _match(given: Any) -> Any:
     match given:
         case models.MatchValue():
-            return edge.MatchValue(given.value)
+            # Edge takes Python's True for the number 1, and numpy's for what it is.
+            value: Any = np.bool_(given.value) if isinstance(given.value, bool) else given.value
+            return edge.MatchValue(value)
         case models.MatchAny():
             return edge.MatchAny(given.any)
         case models.MatchExcept():

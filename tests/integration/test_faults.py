@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ from tests.fake_qdrant import FakeQdrant
 
 NAMES = ("c-edge-r2", "c-raw")
 KILLS = 6
+EDGE = importlib.util.find_spec("qdrant_edge") is not None
+ON_EDGE = pytest.mark.skipif(not EDGE, reason="the edge extra is not installed")
 CHUNKS = ("--chunk-size", "64", "--chunk-overlap", "0")
 # Children start from a process that has everything imported: loading torch takes longer than a run.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -127,7 +130,12 @@ def _child(words: list[str], cache: str, told: Connection, stop_after: int, file
 
         return call
 
-    for owner, method in ((CollectionPersistence, "persist"), (CollectionPersistence, "delete")):
+    writers = [(CollectionPersistence, "persist"), (CollectionPersistence, "delete")]
+    if EDGE:
+        from rag_embfilter.store.edge import EdgeEngine
+
+        writers += [(EdgeEngine, method) for method in ("upsert", "delete", "create_collection")]
+    for owner, method in writers:
         setattr(owner, method, telling(getattr(owner, method)))
     QdrantLocal._save = telling(QdrantLocal._save)
     if file_limit is not None:
@@ -189,13 +197,19 @@ def _killed_on_the_way(words: list[str], writes: int) -> None:
             assert child.wait() == -signal.SIGKILL
 
 
-def test_killed_again_and_again_a_folder_is_stored_as_if_nothing_had_happened(docs, model, tmp_path):
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("edge", marks=ON_EDGE)])
+def test_killed_again_and_again_a_folder_is_stored_as_if_nothing_had_happened(
+    docs, model, tmp_path, monkeypatch, engine
+):
+    if engine == "edge":
+        monkeypatch.setitem(globals(), "CHUNKS", (*CHUNKS, "--edge"))
     store, clean, copy = (tmp_path / name for name in ("store", "clean", "copy"))
+    made = store / ("collections" if engine == "edge" else "collection") / "c-edge-r2"
     writes = _run(_words(docs, model, clean))
     with subprocess.Popen(
         _command(*_words(docs, model, store)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as first:
-        while not (store / "collection" / "c-edge-r2").exists() and first.poll() is None:
+        while not made.exists() and first.poll() is None:
             time.sleep(0.005)
         first.kill()
     assert first.returncode == -signal.SIGKILL

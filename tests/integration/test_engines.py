@@ -1,31 +1,53 @@
-"""A real Qdrant server gives, by REST and by gRPC, what the embedded one gives. See the fixture `qdrant`."""
+"""Qdrant Edge, and a server by REST and gRPC, give what the embedded Qdrant gives.
+
+Where the server is: see the fixture `qdrant`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from llama_index.core.schema import Document
+from llama_index.core.schema import Document, TextNode
+from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryMode
 from llama_index.vector_stores.qdrant import QdrantVectorStore
 from qdrant_client import models
 
-from rag_embfilter import EmbFilter, Encoder, Store, ingest
+from rag_embfilter import EmbFilter, EmbFilterVectorStore, Encoder, Store, ingest
 from rag_embfilter.errors import FingerprintMismatch, StoreError
 from rag_embfilter.refiltering import Refiltered, refilter
-from rag_embfilter.store import Layout
+from rag_embfilter.store import Bm25, Layout
 from tests import tiny
 
-pytestmark = pytest.mark.qdrant
+SERVER = [pytest.param(name, marks=pytest.mark.qdrant) for name in ("rest", "grpc")]
 
 
-@pytest.fixture(params=[False, True], ids=["rest", "grpc"])
-def server(request, qdrant) -> Iterator[tuple[Store, str]]:
-    """A server's store and a base name of this test's own; its collections are removed afterwards."""
+@pytest.fixture(params=["edge", *SERVER])
+def engine(request, tmp_path) -> Iterator[tuple[Store, str]]:
+    """A store of each engine, and a base name of this test's own; what a server got is removed."""
+    yield from _store(request, tmp_path)
+
+
+@pytest.fixture(params=SERVER)
+def server(request, tmp_path) -> Iterator[tuple[Store, str]]:
+    """As `engine`, servers only."""
+    yield from _store(request, tmp_path)
+
+
+def _store(request, folder) -> Iterator[tuple[Store, str]]:
     base = f"test-{uuid.uuid4().hex[:12]}"
-    with Store(**qdrant, grpc=request.param) as store:
+    if request.param == "edge":
+        pytest.importorskip("qdrant_edge", reason="the edge extra is not installed")
+        with Store(path=folder / "edge", edge=True) as store:
+            yield store, base
+        return
+    where = request.getfixturevalue("qdrant")
+    with Store(**where, grpc=request.param == "grpc") as store:
         yield store, base
         for name in store.names():
             if name.startswith(base):
@@ -45,8 +67,8 @@ def _documents(n: int) -> list[Document]:
     ]
 
 
-def test_server_and_embedded_agree(server, encoder, tmp_path):
-    store, base = server
+def test_the_embedded_one_agrees(engine, encoder, tmp_path):
+    store, base = engine
     assert not store.embedded
     filters = [EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2), ("tail", 4))]
     queries = encoder.encode_queries(["text number 7", "another"])
@@ -92,8 +114,8 @@ def test_what_a_server_refuses_is_one_line(server):
     assert "\n" not in str(caught.value)
 
 
-def test_second_run_changed_document_and_refused_filter(server, encoder):
-    store, base = server
+def test_second_run_changed_document_and_refused_filter(engine, encoder):
+    store, base = engine
     edge = EmbFilter.from_encoder(encoder, "edge", 4)
     ingest(_documents(10), encoder, [edge], store, base)
     with tiny.ForwardCounter(encoder) as counter:
@@ -109,8 +131,8 @@ def test_second_run_changed_document_and_refused_filter(server, encoder):
         store.require(f"{base}-edge-r4", encoder.fingerprint | tail.fingerprint, tail.dim, writing=True)
 
 
-def test_adoption_is_kept_and_llama_index_reads_it(server, encoder):
-    store, base = server
+def test_adoption_is_kept_and_llama_index_reads_it(engine, encoder):
+    store, base = engine
     edge, tail = (EmbFilter.from_encoder(encoder, t, 4) for t in ("edge", "tail"))
     (name,) = ingest(_documents(3), encoder, [edge], store, base).collections
     store.adopt(name, encoder, tail, override=True)
@@ -121,8 +143,8 @@ def test_adoption_is_kept_and_llama_index_reads_it(server, encoder):
     assert sorted(node.text for node in nodes) == [f"text number {i}" for i in range(3)]
 
 
-def test_a_large_batch_stays_under_the_servers_limit(server, encoder):
-    store, base = server
+def test_a_large_batch_stays_under_the_servers_limit(engine, encoder):
+    store, base = engine
     edge = EmbFilter.from_encoder(encoder, "edge", 2)
     documents = [Document(id_=f"d{i}", text=f"{i} " + "x" * 1_000_000) for i in range(40)]
     report = ingest(documents, encoder, [edge], store, base, chunk_size=None)
@@ -130,8 +152,8 @@ def test_a_large_batch_stays_under_the_servers_limit(server, encoder):
 
 
 @pytest.mark.parametrize("quantization", ["scalar", "binary"])
-def test_quantised_collections_rank_again_with_whole_vectors(server, encoder, quantization):
-    store, base = server
+def test_quantised_collections_rank_again_with_whole_vectors(engine, encoder, quantization):
+    store, base = engine
     store.layout = Layout(quantization=quantization, on_disk=True, float16=True, hnsw_m=8, shards=1)
     raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2)))
     ingest(_documents(300), encoder, [raw, edge], store, base)
@@ -142,15 +164,15 @@ def test_quantised_collections_rank_again_with_whole_vectors(server, encoder, qu
     assert stored.on_disk and stored.datatype == models.Datatype.FLOAT16
     queries = edge.apply(encoder.encode_queries([f"text number {i}" for i in range(20)]))
     found, exact = (store.search(name, queries, 1, exact=exact) for exact in (False, True))
-    for i, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
-        assert ours[0].text == theirs[0].text == f"text number {i}"
-        assert ours[0].score == pytest.approx(
-            theirs[0].score, abs=1e-5
-        )  # a whole vector's, not a quantised one's
+    for i, ((ours,), (theirs,), query) in enumerate(zip(found, exact, queries, strict=True)):
+        assert theirs.text == f"text number {i}"
+        # A bit for each of 16 dimensions finds what it finds; but whole vectors give the scores.
+        assert ours.text == theirs.text or quantization == "binary"
+        assert ours.score == pytest.approx(float(query @ store.vectors(name, [ours.id])[0]), abs=1e-3)
 
 
-def test_refilter_agrees_with_ingest_and_takes_what_somebody_else_stored(server, encoder):
-    store, base = server
+def test_refilter_agrees_with_ingest_and_takes_what_somebody_else_stored(engine, encoder):
+    store, base = engine
     raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 4)))
     ingest(_documents(300), encoder, [raw, edge], store, base)
     store.create(f"{base}-again", encoder, edge, base)
@@ -176,8 +198,70 @@ def test_refilter_agrees_with_ingest_and_takes_what_somebody_else_stored(server,
     np.testing.assert_allclose(page.vectors, edge.apply(vectors), atol=1e-5)
 
 
-def test_readers_through_an_alias_never_mix_filters_while_it_is_switched(server, encoder):
-    store, base = server
+def _texts(n: int) -> list[Document]:
+    """Passages with terms that few of them share, and one without any."""
+    colours = "red green blue yellow black white".split()
+    texts = [f"the {colours[i % 6]} cats of house {i} are running, said {i * 7}" for i in range(n - 1)]
+    return [
+        Document(id_=f"d{i}", text=text, metadata={"source": f"s{i}", "even": i % 2 == 0})
+        for i, text in enumerate([*texts, "the and of"])
+    ]
+
+
+def _hits(found) -> list[dict[str, float]]:
+    """Scores by text: equal ones are in no order."""
+    return [{h.text: h.score for h in each} for each in found]
+
+
+def test_bm25_and_hybrid_search_agree(engine, encoder, tmp_path):
+    store, base = engine
+    filters = [EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2))]
+    questions = ["does a green cat run in house 7?", "the", "119", "yellow"]
+    vectors = filters[1].apply(encoder.encode_queries(questions))
+    name = f"{base}-edge-r2"
+    with Store(path=tmp_path / "q") as embedded:
+        for each in (store, embedded):
+            ingest(_texts(60), encoder, filters, each, base, bm25=Bm25())
+            assert each.info(name).bm25 == each.info(f"{base}-raw").bm25 == Bm25()
+        for limit, where in ((60, None), (60, {"even": "true"})):
+            ours, theirs = (_hits(s.search_text(name, questions, limit, where)) for s in (store, embedded))
+            for a, b in zip(ours, theirs, strict=True):
+                assert a == pytest.approx(b, abs=1e-4)
+            # All have a cat, one is of house 17: "119".
+            assert [len(found) for found in ours] == ([59, 0, 1, 10] if where is None else [30, 0, 0, 0])
+        ours, theirs = (s.search(name, vectors, 60, texts=questions, exact=True) for s in (store, embedded))
+        for a, b in zip(ours, theirs, strict=True):
+            assert {h.id for h in a} == {h.id for h in b} and len(a) == 60
+            assert [h.score for h in a] == sorted((h.score for h in a), reverse=True)
+        # A question without terms is answered by its vectors alone.
+        alone = store.search(name, vectors[1:2], 5, exact=True)
+        assert [h.id for h in ours[1][:5]] == [h.id for h in alone[0]]
+
+
+def test_llama_index_searches_both_ways_at_once(engine, encoder):
+    store, base = engine
+    raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2)))
+    ingest(_texts(60), encoder, [raw, edge], store, base, bm25=Bm25())
+    question = "a blue cat of house 14"
+    (vector,) = edge.apply(encoder.encode_queries([question]))
+    vectors = EmbFilterVectorStore(store, f"{base}-edge-r2")
+    (wanted,) = store.search(f"{base}-edge-r2", vector[None], 5, texts=[question], exact=True)
+    asked = VectorStoreQuery(vector.tolist(), 5, query_str=question, mode=VectorStoreQueryMode.HYBRID)
+    for found in (vectors.query(asked), asyncio.run(vectors.aquery(asked))):
+        assert wanted[0].text in [node.text for node in found.nodes[:2]]
+        np.testing.assert_allclose(found.similarities, [h.score for h in wanted], atol=1e-3)
+    sparse = vectors.query(replace(asked, mode=VectorStoreQueryMode.SPARSE))
+    assert sparse.nodes[0].text.startswith("the blue cats of house 14 ")
+    node = TextNode(text="the purple cats", id_=str(uuid.uuid4()), embedding=vector.tolist())
+    asyncio.run(vectors.async_add([node]))
+    (hit,) = store.search_text(f"{base}-edge-r2", ["purple"])[0]
+    assert hit.id == node.id_
+    vectors.delete_nodes([node.id_])
+    assert store.count(f"{base}-edge-r2") == 60 and not vectors.get_nodes([node.id_])
+
+
+def test_readers_through_an_alias_never_mix_filters_while_it_is_switched(engine, encoder):
+    store, base = engine
     filters = {name: EmbFilter.from_encoder(encoder, name, 4) for name in ("edge", "tail")}
     ingest(_documents(50), encoder, list(filters.values()), store, base)
     names = [f"{base}-{name}-r4" for name in filters]
