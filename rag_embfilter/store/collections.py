@@ -34,11 +34,14 @@ class Collections(Connected):
         another collection, also when the alias is moved meanwhile. `count=False` leaves the points
         uncounted (-1), which is quicker.
         """
-        self._require_there(name)
-        name = self.aliases().get(name, name)
-        with self._calling() as client:
-            found = client.get_collection(name)
-            points = client.count(name, exact=True).count if count else -1
+        given, name = name, self.aliases().get(name, name)
+        try:
+            with self._calling() as client:
+                found = client.get_collection(name)
+                points = client.count(name, exact=True).count if count else -1
+        except StoreError:
+            self._require_there(given)
+            raise
         vectors = found.config.params.vectors
         params = vectors.get(VECTOR) if isinstance(vectors, dict) else None
         if params is None:

@@ -26,6 +26,8 @@ COMMANDS = [
     ["evaluate"],
     ["choose"],
     ["refit-queries"],
+    ["refilter"],
+    ["cost"],
     ["lens"],
     ["spectrum"],
     ["collections"],
