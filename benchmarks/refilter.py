@@ -1,6 +1,6 @@
 """What a new filter costs: `refilter` against the engine's own upload, and against encoding.
 
-python benchmarks/refilter.py [--points N] [--url http://localhost:6333] [--json FILE]
+python benchmarks/refilter.py [--points N] [--edge | --url http://localhost:6333] [--json FILE]
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def upload(store: Store, name: str, vectors: np.ndarray, payloads: list[dict[str
     """The engine alone: points that are ready, in batches as large as ours."""
     params = models.VectorParams(size=vectors.shape[1], distance=models.Distance.COSINE)
     store.client.create_collection(name, vectors_config={VECTOR: params})
+    if not store.embedded:
+        for key in ("source", "doc_id"):
+            store.client.create_payload_index(name, key, models.PayloadSchemaType.KEYWORD)
     for start in range(0, len(vectors), BATCH_POINTS):
         points = [
             models.PointStruct(id=start + i, vector={VECTOR: row}, payload=payload)
@@ -46,6 +49,7 @@ def upload(store: Store, name: str, vectors: np.ndarray, payloads: list[dict[str
             )
         ]
         store.client.upsert(name, points, wait=True)
+    store.optimize(name)
 
 
 def run(store: Store, encoder: Encoder, points: int) -> dict[str, dict[str, float]]:
@@ -88,11 +92,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=5000)
     parser.add_argument("--url")
+    parser.add_argument("--edge", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     encoder = Encoder("smollm2", max_length=256)
     with tempfile.TemporaryDirectory() as folder:
-        where = {"url": arguments.url} if arguments.url else {"path": Path(folder) / "qdrant"}
+        here = {"path": Path(folder) / "qdrant", "edge": arguments.edge}
+        where = {"url": arguments.url} if arguments.url else here
         with Store(**where) as store:
             results = run(store, encoder, arguments.points)
     for name, each in results.items():

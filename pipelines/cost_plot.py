@@ -34,7 +34,7 @@ def cost_against_dimensions(rows: Sequence[Cost], title: str, path: Path) -> Non
             axis.set_xscale("log", base=2)
             axis.set_xticks(sizes, [str(size) for size in sizes])
             axis.minorticks_off()
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.04 if label.startswith("recall") else None)
             axis.set_xlabel("dimensions of a vector")
             axis.set_title(label, loc="left", fontsize=10)
             plain_look(axis)
