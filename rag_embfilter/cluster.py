@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class Cluster:
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
         try:
+            _knock(address)
             self._ray.init(address=address, **options)
         except (OSError, RuntimeError, ValueError) as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -116,6 +118,13 @@ class Cluster:
         self.share = {"num_cpus": self.cpus, "num_gpus": int(self.device == "cuda")} | {
             "scheduling_strategy": "SPREAD"
         }
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` when nobody listens at an address, which Ray would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def cpus_each(machines: Sequence[int], actors: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pipelines import options
 from rag_embfilter.cluster import Cluster, cpus_each
 from rag_embfilter.distributed import split
-from rag_embfilter.errors import ConfigError, MissingExtraError
+from rag_embfilter.errors import ClusterError, ConfigError, MissingExtraError
 
 
 def test_parts_hold_all_texts_once_equal_ones_together_and_like_lengths_side_by_side():
@@ -59,6 +60,16 @@ def test_num_actors_is_a_whole_number(bad):
 def test_a_device_that_no_actor_can_have_is_refused():
     with pytest.raises(ConfigError, match="device 'mps'"):
         Cluster(1, "mps")
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once(monkeypatch):
+    pytest.importorskip("ray", reason="ray is not installed")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound but not listening: nobody else gets the port
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match=f"no Ray cluster at '{address}': .*RAY_ADDRESS"):
+            Cluster(1)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
