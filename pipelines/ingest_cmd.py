@@ -42,6 +42,8 @@ def ingest(
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    engine: options.Engine = "local",
+    num_actors: options.NumActors = None,
     filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
     filter_ratios: options.FilterRatios = [2],  # noqa: B006
     raw: Annotated[
@@ -117,13 +119,14 @@ def ingest(
         filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
         pooling, max_length, keep = chosen.pooling, chosen.max_length, chosen.keep
     encoder = options.make_encoder(
-        backbone, revision, template, query_template, pooling, max_length, device, dtype
+        backbone, revision, template, query_template, pooling, max_length, device, dtype, engine, num_actors
     )
     with_raw = raw or _fits(filter_types)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, with_raw, keep)
     questions = options.read_questions(example_questions)
     spare = chosen.example_questions if config is not None else ()
     with (
+        encoder,
         options.open_store(
             qdrant_path,
             qdrant_url,
@@ -301,5 +304,6 @@ def _write(path: Path, report: IngestReport, reader: SourceReader, encoder: Enco
         "not_read": reader.failed,
         "skipped": [printable(str(file)) for file in reader.skipped],
         "truncated": vars(encoder.stats),
+        "engine": encoder.engine,
     }
     write_json(path, provenance(encoder) | {"ingest": result})

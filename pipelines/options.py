@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,21 @@ Dtype = Annotated[
     typer.Option(
         help="float32, bfloat16 or float16; by default bfloat16 on CUDA, float32 on a CPU.",
         rich_help_panel=MODEL,
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        metavar="local|ray",
+        help="Who encodes: this process, or actors in the Ray cluster that RAY_ADDRESS names (without it, "
+        "one on this machine).",
+        rich_help_panel=MODEL,
+    ),
+]
+NumActors = Annotated[
+    int | None,
+    typer.Option(
+        help="Actors of --engine ray; by default one a GPU, or one a machine.", rich_help_panel=MODEL
     ),
 ]
 FilterTypes = Annotated[
@@ -219,11 +235,26 @@ def make_encoder(
     max_length: int,
     device: str | None = None,
     dtype: str | None = None,
+    engine: str = "local",
+    num_actors: int | None = None,
 ) -> Encoder:
-    """The encoder that the shared options describe."""
-    from rag_embfilter.encoder import Encoder
+    """The encoder that the shared options describe; to be closed when it is a cluster's."""
+    if engine not in ("local", "ray"):
+        raise ConfigError(f"engine {engine!r}: expected local or ray.")
+    make: Callable[..., Encoder]
+    if engine == "ray":
+        from rag_embfilter.distributed import RayEncoder
 
-    return Encoder(
+        make = partial(RayEncoder, num_actors=num_actors)
+    elif num_actors is not None:
+        raise ConfigError(
+            f"num_actors {num_actors}: only --engine ray has actors; name it, or leave this out."
+        )
+    else:
+        from rag_embfilter.encoder import Encoder
+
+        make = Encoder
+    return make(
         backbone,
         template[0] if len(template) == 1 else template,
         pooling,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -76,6 +76,10 @@ class Encoder:
         BackboneError: a backbone that cannot be loaded or used.
     """
 
+    # How many passes run at once; callers hand over that many times more texts at a time.
+    parallel = 1
+    engine = "local"
+
     def __init__(
         self,
         backbone: str | Backbone,
@@ -127,6 +131,15 @@ class Encoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self
 
+    def close(self) -> None:
+        """Give back what the encoder holds outside this process: nothing, when it is a local one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     @property
     def hidden_size(self) -> int:
         """Size of a raw embedding: the backbone's, times the number of templates."""
@@ -163,13 +176,10 @@ class Encoder:
                 "these Template objects cannot be written down as names and format strings with one pooling, "
                 "as a collection's settings need; give names, format strings, or pooling='last+mean'."
             )
-        name, revision = self.backbone.name, self.backbone.revision
-        local = revision.startswith("sha256:")
-        if local and name not in PACKAGED:  # a path: as good from any other folder
-            name = str(Path(name).expanduser().resolve())
+        name, revision = origin(self.backbone)
         return {
             "backbone": name,
-            "revision": None if local else revision,
+            "revision": revision,
             "max_length": self.max_length,
             **self._named,
         }
@@ -238,8 +248,9 @@ class Encoder:
         pooled = np.zeros((len(texts), self.hidden_size), dtype=np.float32)
         done = EncodeStats()
         with self._lock:
-            for start in range(0, len(good), WINDOW):
-                window = good[start : start + WINDOW]
+            size = WINDOW * self.parallel
+            for start in range(0, len(good), size):
+                window = good[start : start + size]
                 pooled[window] = self._encode_window([texts[i] for i in window], role, done, progress)
             self.stats += done
         if done.truncated:
@@ -290,6 +301,14 @@ class Encoder:
             pool.mean(hidden, span) if each.pooling == "mean" else pool.last_token(hidden, mask)
             for each in templates
         ]
+
+
+def origin(backbone: Backbone) -> tuple[str, str | None]:
+    """Name and revision that load a backbone again, also from another working folder."""
+    name, revision = backbone.name, backbone.revision
+    if not revision.startswith("sha256:"):
+        return name, revision
+    return (name if name in PACKAGED else str(Path(name).expanduser().resolve())), None
 
 
 def _passes(templates: Sequence[Template]) -> list[list[int]]:

@@ -54,5 +54,9 @@ class EvalSetError(EmbFilterError, ValueError):
     """An evaluation set has faults; the message names all of them."""
 
 
+class ClusterError(EmbFilterError):
+    """The machines that encode cannot be reached, or are lost again and again."""
+
+
 class MissingExtraError(EmbFilterError, ImportError):
     """An optional dependency is absent or broken; the message says what to install."""

@@ -25,7 +25,8 @@ from rag_embfilter.store import Bm25, Store, collection_name
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float32]
-# Nodes that are looked up, encoded and written together: a run that is killed loses at most these.
+# Nodes that are looked up, encoded and written together, for each pass that the encoder runs at once: a run
+# that is killed loses at most these.
 WINDOW = 512
 
 
@@ -100,9 +101,10 @@ def ingest(
     targets = _targets(encoder, filters, store, base, bm25)
     run = _Run(encoder, targets, store, _raw_name(encoder, store, base), incomplete)
     run.report.collections = list(run.targets)
+    size = WINDOW * encoder.parallel
     for node in run.follow(documents, splitter):
         run.window.append(node)
-        if len(run.window) >= WINDOW:
+        if len(run.window) >= size:
             _advance(run, progress)
     _advance(run, progress, last=True)
     for name in run.targets:

@@ -11,10 +11,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each may import only from those before it.
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
-    "recipes making filters penalty encoder lens config embedding "
+    "recipes making filters penalty encoder cluster distributed lens config embedding "
     "nodes store vector_store fitting ingestion refiltering metrics eval_set evaluation choose judge"
 ).split()
-DOORS = {"qdrant_client": {"store"}, "ragas": {"judge"}, "ir_measures": {"metrics"}}
+DOORS = {
+    "qdrant_client": {"store"},
+    "ragas": {"judge"},
+    "ir_measures": {"metrics"},
+    "ray": {"cluster"},
+    "qdrant_edge": {"store"},
+}
 
 
 def _module(path: Path) -> str:

@@ -148,6 +148,7 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
         "not_read": [],
         "skipped": [],
         "truncated": {"texts": 4, "truncated": 0, "tokens_lost": 0},
+        "engine": "local",
     }
     assert (written["device"], written["dtype"]) == ("cpu", "float32")
     assert written["versions"]["rag-embfilter"] == __version__
