@@ -1,7 +1,7 @@
 """Encoding on several machines: an encoder whose passes of the backbone run on Ray actors.
 
 The driver reads, splits, looks up and writes; actors turn texts into vectors and know nothing else,
-so any store will do. The only file that imports ray, and only when asked to.
+so any store will do.
 """
 
 from __future__ import annotations
