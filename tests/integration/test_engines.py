@@ -224,7 +224,7 @@ def test_bm25_and_hybrid_search_agree(engine, encoder, tmp_path):
     name = f"{base}-edge-r2"
     with Store(path=tmp_path / "q") as embedded:
         for each in (store, embedded):
-            ingest(_texts(60), encoder, filters, each, base, bm25=Bm25())
+            ingest(_texts(60), encoder, filters, each, base, chunk_size=None, bm25=Bm25())
             assert each.info(name).bm25 == each.info(f"{base}-raw").bm25 == Bm25()
         for limit, where in ((60, None), (60, {"even": "true"})):
             ours, theirs = (_hits(s.search_text(name, questions, limit, where)) for s in (store, embedded))
@@ -245,7 +245,7 @@ def test_bm25_and_hybrid_search_agree(engine, encoder, tmp_path):
 def test_llama_index_searches_both_ways_at_once(engine, encoder):
     store, base = engine
     raw, edge = (EmbFilter.from_encoder(encoder, t, r) for t, r in (("raw", 1), ("edge", 2)))
-    ingest(_texts(60), encoder, [raw, edge], store, base, bm25=Bm25())
+    ingest(_texts(60), encoder, [raw, edge], store, base, chunk_size=None, bm25=Bm25())
     question = "a blue cat of house 14"
     (vector,) = edge.apply(encoder.encode_queries([question]))
     vectors = EmbFilterVectorStore(store, f"{base}-edge-r2")
