@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from pipelines import (
+    check_cmd,
     choose_cmd,
     collections_cmd,
     cost_cmd,
@@ -34,6 +35,7 @@ app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
+app.command("check-eval-set")(check_cmd.check_eval_set)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
 app.command("cost")(cost_cmd.cost)

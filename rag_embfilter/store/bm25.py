@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from qdrant_client import models
+from qdrant_client import QdrantClient, models
 
 from rag_embfilter.errors import ConfigError
 
@@ -88,3 +88,32 @@ def _model(settings: Bm25) -> qdrant_edge.Bm25:
         avg_len=length,
     )
     return edge.Bm25(plain)
+
+
+def rank(
+    passages: Mapping[str, str], questions: Mapping[str, str], bm25: Bm25, limit: int = 100
+) -> dict[str, list[str]]:
+    """Passages that BM25 finds for each question, ids by id, best first; in memory, nothing is kept.
+
+    Ties stand in the order of `passages`, so the same texts always give the same ranking.
+    """
+    client = QdrantClient(":memory:")
+    idf = models.SparseVectorParams(modifier=models.Modifier.IDF)
+    client.create_collection("bm25", {}, sparse_vectors_config={SPARSE: idf})
+    ids = list(passages)
+    terms = bm25.documents(list(passages.values()))
+    points = [
+        models.PointStruct(id=i, vector={SPARSE: vector}) for i, vector in enumerate(terms) if vector.indices
+    ]
+    if points:
+        client.upsert("bm25", points)
+    requests = [
+        models.QueryRequest(query=asked, using=SPARSE, limit=len(ids))
+        for asked in bm25.queries(list(questions.values()))
+    ]
+    answers = client.query_batch_points("bm25", requests)
+    client.close()
+    return {
+        question: [ids[int(p.id)] for p in sorted(found.points, key=lambda p: (-p.score, p.id))[:limit]]
+        for question, found in zip(questions, answers, strict=True)
+    }

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed lens config embedding "
-    "nodes store vector_store fitting ingestion refiltering metrics eval_set evaluation choose judge"
+    "nodes store vector_store fitting ingestion refiltering metrics eval_set set_check "
+    "evaluation choose judge"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
