@@ -16,6 +16,7 @@ from pipelines import (
     evaluate_cmd,
     ingest_cmd,
     lens_cmd,
+    make_cmd,
     refilter_cmd,
     refit_cmd,
     search_cmd,
@@ -36,6 +37,7 @@ app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
+app.command("make-eval-set")(make_cmd.make_eval_set)
 app.command("check-eval-set")(check_cmd.check_eval_set)
 app.command("compare")(compare_cmd.compare)
 app.command("refilter")(refilter_cmd.refilter)

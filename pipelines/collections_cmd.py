@@ -32,7 +32,7 @@ def list_all(
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         rows = [_row(store, name) for name in store.names()]
         aliases = store.aliases()
-    columns = ["name", "points", "dims", "filter", "backbone", "template", "created"]
+    columns = ["name", "points", "dims", "filter", "backbone", "template", "bm25", "created"]
     if rows:
         show.out.print(show.table("Collections", columns, [[show.escape(c) for c in row] for row in rows]))
     else:
@@ -47,7 +47,7 @@ def _row(store: Store, name: str) -> list[str]:
     try:
         info = store.info(name)
     except StoreError:  # somebody else's, with other vectors: no reason to hide the rest
-        return [name, "", "", "unknown", "unknown", "", ""]
+        return [name, "", "", "unknown", "unknown", "", "", ""]
     return [
         name,
         f"{info.points:,}",
@@ -55,6 +55,7 @@ def _row(store: Store, name: str) -> list[str]:
         str(info.settings.get("filter_type", "unknown")),
         str(info.settings.get("model_name", "unknown")),
         str(info.settings.get("template", "")),
+        info.bm25.language if info.bm25 else "",
         str(info.made.get("created", ""))[:10],
     ]
 
@@ -72,7 +73,10 @@ def show_one(
     """Show what made a collection: its fingerprint, part by part."""
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
         info = store.info(name)
+        aliases = [alias for alias, stood in store.aliases().items() if stood == info.name]
     rows = [["points", f"{info.points:,}"], ["dimensions", str(info.dim)]]
+    rows += [["quantisation", info.quantization], ["bm25", info.bm25.language if info.bm25 else "none"]]
+    rows += [["aliases", ", ".join(aliases)]] if aliases else []
     if info.fingerprint is None:
         rows.append(["fingerprint", "none: this collection was not made here"])
     else:
@@ -90,6 +94,7 @@ def show_one(
 def delete(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also when an alias stands for it.")] = False,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
@@ -97,12 +102,22 @@ def delete(
 ) -> None:
     """Delete a collection and all its points."""
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
-        points = store.info(name).points
-        if not yes and not typer.confirm(f"Delete {name} with {points:,} points?"):
+        points = _points(store, name)
+        if not yes and not typer.confirm(f"Delete {name} with {points} points?"):
             show.out.print("Nothing deleted.")
             raise typer.Exit(1)
-        store.delete(name)
-    show.out.print(f"Deleted {show.escape(name)} ({points:,} points).", soft_wrap=True)
+        store.delete(name, force)
+    show.out.print(f"Deleted {show.escape(name)} ({points} points).", soft_wrap=True)
+
+
+def _points(store: Store, name: str) -> str:
+    """Points of a collection that is to go, which may be somebody else's, or one that cannot be read."""
+    if name in store.names():
+        try:
+            return f"{store.count(name):,}"
+        except StoreError:
+            return "unknown"
+    return f"{store.info(name).points:,}"
 
 
 @app.command("switch")

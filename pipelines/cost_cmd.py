@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ import typer
 from numpy.typing import NDArray
 
 from pipelines import options, show
-from rag_embfilter.errors import ConfigError
+from rag_embfilter.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from rag_embfilter.store import Store
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float32]
 MIB = 1 << 20
+FEWEST = 50
 RATIOS, QUANTIZATIONS = [1, 2, 4, 8, 16], list(options.QUANTIZATIONS)  # typer copies them
 
 
@@ -57,15 +59,17 @@ def cost(
 
     options.check_picture(plot)
     layouts = [Layout(kind) for kind in dict.fromkeys(quantization)]
-    if bad := [ratio for ratio in filter_ratios if not 1 <= ratio <= hidden_size // 2]:
+    if collection is None and (
+        bad := [ratio for ratio in filter_ratios if not 1 <= ratio <= hidden_size // 2]
+    ):
         raise ConfigError(f"filter_ratio {bad[0]}: expected 1 to {hidden_size // 2}.")
     if collection is None:
         rows = _run(_synthetic(points, hidden_size, filter_ratios, queries), layouts, queries)
         title = f"{points:,} synthetic vectors"
     else:
         with options.open_store(qdrant_path, qdrant_url, qdrant_key, grpc=qdrant_grpc) as store:
-            rows = _run(_own(store, collection, queries), layouts, queries)
-        title = f"{show.escape(collection)}: {rows[0][1].points:,} vectors"
+            rows = _run(_own(store, collection), layouts, queries)
+        title = f"{show.escape(collection)}: {rows[0][1].points:,} vectors, the others held out as queries"
     _print(title, rows)
     if json_file is not None:
         _write(json_file, rows, synthetic=collection is None)
@@ -89,17 +93,20 @@ def _synthetic(
         yield f"ratio {ratio}", vectors
 
 
-def _own(store: Store, base: str, queries: int) -> Iterator[tuple[str, FloatArray]]:
+def _own(store: Store, base: str) -> Iterator[tuple[str, FloatArray]]:
     """The vectors of each collection under a base name, in an order of chance."""
-    infos = [store.info(name) for name in store.names() if name.startswith(f"{base}-")]
-    infos = [info for info in infos if info.made.get("base") == base]
+    infos = []
+    for name in store.names():
+        with suppress(StoreError):  # somebody else's, with other vectors
+            info = store.info(name)
+            if name.startswith(f"{base}-") and info.made.get("base") == base:
+                infos.append(info)
     if not infos:
         store.info(f"{base}-raw")  # says what there is instead
     for info in sorted(infos, key=lambda info: -info.dim):
-        if info.points < 2 * queries:
+        if info.points < FEWEST:
             raise ConfigError(
-                f"collection {info.name!r} holds {info.points} points; with {queries} of them held out as "
-                "queries there should be at least twice as many. Give fewer --queries."
+                f"collection {info.name!r} holds {info.points} points; expected {FEWEST} or more to measure."
             )
         vectors = np.concatenate([page.vectors for page in store.pages(info.name)])
         np.random.default_rng(0).shuffle(vectors)
@@ -118,11 +125,12 @@ def _run(
         for label, vectors in sets:
             for layout in layouts:
                 assert isinstance(layout, Layout)
-                kept = vectors[:-queries]
+                held_out = min(queries, len(vectors) // 5)
+                kept = vectors[:-held_out]
                 task = progress.add_task(f"{label}, {layout.quantization}", total=len(kept), unit="vectors")
                 advance = partial(progress.advance, task)
                 with tempfile.TemporaryDirectory(prefix="embfilter-cost-") as folder:
-                    found = measure(kept, vectors[-queries:], layout, Path(folder), advance)
+                    found = measure(kept, vectors[-held_out:], layout, Path(folder), advance)
                 rows.append((label, found))
     return rows
 
@@ -139,6 +147,7 @@ def _print(title: str, rows: Sequence[tuple[str, Cost]]) -> None:
         "p50 ms",
         "p95 ms",
         "recall@10",
+        "index",
     ]
     cells = [
         [
@@ -149,7 +158,8 @@ def _print(title: str, rows: Sequence[tuple[str, Cost]]) -> None:
             f"{each.build_seconds:.1f}",
             f"{each.p50_ms:.2f}",
             f"{each.p95_ms:.2f}",
-            f"{each.recall_at_10:.3f}" + ("" if each.indexed else " (no index)"),
+            f"{each.recall_at_10:.3f}",
+            "yes" if each.indexed else "too small",
         ]
         for label, each in rows
     ]
@@ -164,8 +174,10 @@ def _saved(rows: Sequence[tuple[str, Cost]]) -> str:
         f"{show.escape(label)}{'' if each.quantization == 'none' else ' ' + each.quantization} "
         f"{each.searched_bytes / whole.searched_bytes:.0%}"
         for label, each in rows[1:]
-        if each.quantization != "binary"
+        if each.quantization == "none" or (each.quantization == "scalar" and each.indexed)
     )
+    if not shares:
+        return "recall@10 is against the exact search of the same vectors."
     return (
         f"Of the {whole.searched_bytes / MIB:.1f} MiB that searches keep at hand for {show.escape(first)}: "
         f"{shares}. recall@10 is against the exact search of the same vectors: what index and quantisation "

@@ -143,6 +143,10 @@ def ingest(
         show.progress_bar() as progress,
     ):
         names = {collection_name(collection, embfilter) for embfilter in filters}
+        named = names | {f"{collection}-{spec.filter_type}-r{spec.filter_ratio}" for spec in fitted}
+        for name in sorted(named):
+            if store.exists(name):
+                store.require_bm25(name, terms)
         others, foreign = siblings(encoder, store, collection, names)
         filters += others
         run = partial(

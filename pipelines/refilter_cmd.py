@@ -123,6 +123,10 @@ def _run(
     from rag_embfilter.store import collection_name
 
     targets = {collection_name(base, embfilter): embfilter for embfilter in filters}
+    for name, embfilter in targets.items():  # all of them, before the first is made
+        if store.exists(name):
+            store.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
+            store.require_bm25(name, bm25)
     for name, embfilter in targets.items():
         store.create(name, encoder, embfilter, base, bm25)
     vector, _ = store.only_vector(source)

@@ -108,8 +108,7 @@ def evaluate(
     filters = [raw, *(f for f in filters if f.name != "raw")]
     plain = base or eval_base(eval_set, encoder)
     base = plain if terms is None else f"{plain}-bm25-{terms.language}"
-    if base != plain:
-        _take_over(store, plain, base, encoder, raw, terms)
+    _take_over(store, plain, base, encoder, raw, terms)
     documents = partial(ingest, encoder=encoder, store=store, base=base, chunk_size=None, bm25=terms)
     report = documents(_documents(eval_set), filters=filters, progress=_named(progress, "passages"))
     if report.failed:
@@ -131,12 +130,19 @@ def evaluate(
 def _take_over(
     store: Store, plain: str, base: str, encoder: Encoder, raw: EmbFilter, bm25: Bm25 | None
 ) -> None:
-    """Raw vectors that an evaluation without BM25 stored, so that no passage is encoded again."""
-    held, wanted = (collection_name(name, raw) for name in (plain, base))
-    if store.exists(held) and not store.exists(wanted):
-        store.require(held, encoder.fingerprint | raw.fingerprint, raw.dim, writing=False)
-        store.create(wanted, encoder, raw, base, bm25)
-        refilter(store, held, {wanted: raw})
+    """Raw vectors that an evaluation in other modes stored, so that no passage is encoded again."""
+    wanted = collection_name(base, raw)
+    others = [
+        name
+        for name in store.names()
+        if name != wanted and re.fullmatch(rf"{re.escape(plain)}(-bm25-\w+)?-raw", name)
+    ]
+    held = max(others, key=store.count, default=None)
+    if held is None or (store.exists(wanted) and store.count(wanted) >= store.count(held)):
+        return
+    store.require(held, encoder.fingerprint | raw.fingerprint, raw.dim, writing=False)
+    store.create(wanted, encoder, raw, base, bm25)
+    refilter(store, held, {wanted: raw})
 
 
 def _searches(filters: Sequence[EmbFilter], modes: Sequence[str]) -> Iterator[tuple[EmbFilter, str]]:

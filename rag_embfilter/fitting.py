@@ -129,7 +129,10 @@ def siblings(
     for name in store.names():
         if name in known or not name.startswith(f"{base}-"):
             continue
-        info = store.info(name)
+        try:
+            info = store.info(name)
+        except StoreError:  # somebody else's, with other vectors
+            continue
         if info.made.get("base") != base or info.fingerprint is None:
             continue
         stored = info.fingerprint.parts

@@ -90,12 +90,12 @@ def ingest(
         incomplete: sources that `documents` does not give whole, looked at as the run goes; nothing
             of theirs is deleted.
         progress: called with the number of nodes done.
-        bm25: give new collections BM25 vectors too, for hybrid search.
+        bm25: give new collections BM25 vectors too, for hybrid search; others stay as they are.
 
     Raises:
         FingerprintMismatch: a collection was made another way; nothing was encoded or written.
-        ConfigError: no filter, two of one name, chunk sizes that do not fit the encoder, documents of
-            one source apart from each other, or a filtered collection without the BM25 vectors asked for.
+        ConfigError: no filter, two of one name, chunk sizes that do not fit the encoder, or documents
+            of one source apart from each other.
     """
     splitter = Splitter(encoder.count_tokens, chunk_size, chunk_overlap, encoder.max_length)
     targets = _targets(encoder, filters, store, base, bm25)
@@ -122,7 +122,6 @@ def _targets(
     for name, embfilter in targets.items():
         if store.exists(name):
             store.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
-            store.require_bm25(name, bm25)
     for name, embfilter in targets.items():
         store.create(name, encoder, embfilter, base, bm25)
     return targets

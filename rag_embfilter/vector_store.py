@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
@@ -15,8 +17,11 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.vector_stores.qdrant import QdrantVectorStore
 
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.filters import unit_rows
 from rag_embfilter.store import Store
-from rag_embfilter.store.bm25 import DEPTH, RRF_K, Bm25
+from rag_embfilter.store.bm25 import DEPTH, Bm25
+from rag_embfilter.store.searching import TIES, fuse, ranked
 
 
 class EmbFilterVectorStore(QdrantVectorStore):
@@ -33,6 +38,8 @@ class EmbFilterVectorStore(QdrantVectorStore):
     Raises `StoreError` when there is no such collection.
     """
 
+    _store: Store = PrivateAttr()
+
     def __init__(self, store: Store, name: str, **others: Any) -> None:
         info = store.info(name, count=False)
         if info.bm25 is not None:
@@ -41,19 +48,47 @@ class EmbFilterVectorStore(QdrantVectorStore):
         self._store = store
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Nodes for a query; a hybrid one looks deep enough for ranks to tell something."""
+        """Nodes for a query; a hybrid one looks deep enough for ranks to tell something.
+
+        Raises `ConfigError` for a mode that this collection cannot serve.
+        """
+        self._check(query)
+        if query.similarity_top_k < 1:
+            return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
         if query.mode == VectorStoreQueryMode.HYBRID:
+            deep = max(query.similarity_top_k, DEPTH)
             query = replace(
                 query,
                 hybrid_top_k=query.hybrid_top_k or query.similarity_top_k,
-                similarity_top_k=max(query.similarity_top_k, DEPTH),
-                sparse_top_k=max(query.sparse_top_k or 0, DEPTH),
+                similarity_top_k=deep,
+                sparse_top_k=max(query.sparse_top_k or 0, deep + TIES),
             )
         with self._store.exclusively():
             return super().query(query, **kwargs)
 
+    def _check(self, query: VectorStoreQuery) -> None:
+        by_words = (VectorStoreQueryMode.HYBRID, VectorStoreQueryMode.SPARSE)
+        if query.mode not in (VectorStoreQueryMode.DEFAULT, *by_words):
+            raise ConfigError(f"query mode {query.mode.value!r}: expected default, hybrid or sparse.")
+        if query.mode in by_words and not self.enable_hybrid:
+            raise ConfigError(
+                f"query mode {query.mode.value!r}: collection {self.collection_name!r} has no BM25 vectors; "
+                "make it with `ingest --bm25 english`, or use the default mode."
+            )
+        if query.mode in by_words and query.query_str is None:
+            raise ConfigError(f"query mode {query.mode.value!r} needs query_str, the question itself.")
+
     def add(self, nodes: Sequence[BaseNode], shard_identifier: Any = None, **kwargs: Any) -> list[str]:
-        """Write nodes that have their embeddings; gives their ids."""
+        """Write nodes that have their embeddings; gives their ids.
+
+        Raises `EncodingError` for vectors with NaN, Inf or no length, `FingerprintMismatch` for another size
+        than the collection's, `StoreError` when it is gone.
+        """
+        if not nodes:
+            return []
+        vectors = np.array([node.get_embedding() for node in nodes], dtype=np.float32)
+        self._store.check_size(self.collection_name, vectors)
+        unit_rows(vectors)
         with self._store.exclusively():
             return list(super().add(list(nodes), shard_identifier, **kwargs))
 
@@ -94,9 +129,18 @@ class EmbFilterVectorStore(QdrantVectorStore):
         """As `get_nodes`."""
         return await asyncio.to_thread(self.get_nodes, *args, **kwargs)
 
+    def clear(self) -> None:
+        """Remove the collection; `ingest` makes it anew, with all that it says of itself."""
+        self._store.delete(self.collection_name)
+
     async def aclear(self) -> None:
-        """As `clear`: removes the collection."""
+        """As `clear`."""
         await asyncio.to_thread(self.clear)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an EmbFilterVectorStore holds an open store; pickle the collection's name and open it there."
+        )
 
 
 def _hybrid(bm25: Bm25) -> dict[str, Any]:
@@ -114,21 +158,24 @@ def _hybrid(bm25: Bm25) -> dict[str, Any]:
         "enable_hybrid": True,
         "sparse_doc_fn": documents,
         "sparse_query_fn": queries,
-        "hybrid_fusion_fn": _by_reciprocal_ranks,
+        "hybrid_fusion_fn": _fused,
     }
 
 
-def _by_reciprocal_ranks(
+def _fused(
     dense: VectorStoreQueryResult, sparse: VectorStoreQueryResult, alpha: float = 0.5, top_k: int = 2
 ) -> VectorStoreQueryResult:
-    """Two rankings as one: the sum of 1 / (k + rank), ranks from 0, as Qdrant computes it."""
+    """Two rankings as one, as `Store.search` fuses them."""
     nodes: dict[str, BaseNode] = {}
-    scores: dict[str, float] = {}
+    rankings = []
     for found in (dense, sparse):
-        for rank, node in enumerate(found.nodes or []):
-            nodes.setdefault(node.node_id, node)
-            scores[node.node_id] = scores.get(node.node_id, 0.0) + 1 / (RRF_K + rank)
-    best = sorted(scores, key=lambda node_id: -scores[node_id])[:top_k]
+        nodes = {node.node_id: node for node in found.nodes or []} | nodes
+        scores = found.similarities or []
+        ranking = ranked(
+            [(node.node_id, score) for node, score in zip(found.nodes or [], scores, strict=True)]
+        )
+        rankings.append(ranking[:DEPTH])
+    best = fuse(rankings, top_k)
     return VectorStoreQueryResult(
-        nodes=[nodes[i] for i in best], similarities=[scores[i] for i in best], ids=list(best)
+        nodes=[nodes[i] for i, _ in best], similarities=[score for _, score in best], ids=[i for i, _ in best]
     )

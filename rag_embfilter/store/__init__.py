@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,13 @@ import numpy as np
 from llama_index.core.schema import TextNode
 from qdrant_client import models
 
-from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
+from rag_embfilter.errors import StoreError
 from rag_embfilter.filters import unit_rows
-from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.store.bm25 import Bm25
-from rag_embfilter.store.collections import Collections
 from rag_embfilter.store.described import CollectionInfo, check_name, collection_name
-from rag_embfilter.store.layout import Layout, search_params
-from rag_embfilter.store.points import VECTOR, FloatArray, Hit, Page, hit_of
-from rag_embfilter.store.searching import alone, conditions, fused, terms_stages
+from rag_embfilter.store.layout import Layout
+from rag_embfilter.store.points import SCROLL, VECTOR, FloatArray, Hit, Page
+from rag_embfilter.store.searching import Searching
 
 __all__ = [
     "VECTOR",
@@ -32,10 +30,8 @@ __all__ = [
     "collection_name",
 ]
 
-SCROLL = 1024  # points asked for in one request
 
-
-class Store(Collections):
+class Store(Searching):
     """Qdrant collections, embedded in this process or on a server, behind the same calls.
 
     Args:
@@ -89,22 +85,13 @@ class Store(Collections):
 
     def write(self, name: str, page: Page) -> None:
         """As `upsert`, for points that have their payload already."""
-        info = self._check_size(name, page.vectors)
+        info = self.check_size(name, page.vectors)
         unit_rows(page.vectors)
         if info.bm25 is not None:
             page = replace(page, sparse=info.bm25.documents([node.text for node in page.nodes]))
         for points in page.batches():
             with self._calling() as client:
                 client.upsert(name, points, wait=True)
-
-    def _check_size(self, name: str, vectors: FloatArray) -> CollectionInfo:
-        info = self.info(name, count=False)
-        if vectors.ndim != 2 or vectors.shape[1] != info.dim:
-            raise FingerprintMismatch(
-                f"collection {name!r} holds vectors of {info.dim} dimensions, these are {vectors.shape}; "
-                "use the filter that the collection was made with."
-            )
-        return info
 
     def present(self, name: str, ids: Sequence[int | str]) -> set[str]:
         """Which of these point ids the collection holds."""
@@ -153,62 +140,3 @@ class Store(Collections):
         for start in range(0, len(ids), SCROLL):
             with self._calling() as client:
                 client.delete(name, models.PointIdsList(points=list(ids[start : start + SCROLL])), wait=True)
-
-    def search(
-        self,
-        name: str,
-        vectors: FloatArray,
-        limit: int = 10,
-        where: Mapping[str, str] | None = None,
-        exact: bool = False,
-        fingerprint: Fingerprint | None = None,
-        texts: Sequence[str] | None = None,
-    ) -> list[list[Hit]]:
-        """Nearest nodes of each query vector `[n, dim]`, best first.
-
-        With `texts`, the questions themselves, it is hybrid search: what the vectors find and what BM25
-        finds, fused by reciprocal ranks, which are then the scores.
-
-        Args:
-            where: payload fields that must have these values; a number or a truth value is matched
-                both as such and as text.
-            exact: compare with every point instead of using the server's index.
-            fingerprint: of the encoder and filter that made the vectors; checked when it is given.
-
-        Raises `StoreError` for an absent collection or one without BM25 vectors, `FingerprintMismatch` for
-        vectors of another size or fingerprint.
-        """
-        vectors = np.asarray(vectors, dtype=np.float32)
-        if fingerprint is not None:
-            self.require(name, fingerprint, vectors.shape[1], writing=False)
-        info = self._check_size(name, vectors)
-        params = None if self.embedded else search_params(info.quantization, exact)
-        stages = [
-            models.Prefetch(query=vector.tolist(), using=VECTOR, filter=conditions(where), params=params)
-            for vector in vectors
-        ]
-        if texts is None:
-            return self._answers(name, [alone(stage, limit) for stage in stages])
-        if len(texts) != len(stages):
-            raise ConfigError(f"{len(texts)} texts for {len(stages)} vectors; expected one each.")
-        terms = terms_stages(info, texts, where)
-        return self._answers(name, [fused(both, limit) for both in zip(stages, terms, strict=True)])
-
-    def search_text(
-        self, name: str, texts: Sequence[str], limit: int = 10, where: Mapping[str, str] | None = None
-    ) -> list[list[Hit]]:
-        """Nodes that BM25 finds for each question, best first; no backbone is needed.
-
-        Raises `StoreError` for an absent collection or one without BM25 vectors.
-        """
-        info = self.info(name, count=False)
-        found = self._answers(name, [alone(stage, limit) for stage in terms_stages(info, texts, where)])
-        return found
-
-    def _answers(self, name: str, requests: Sequence[models.QueryRequest]) -> list[list[Hit]]:
-        hits = []
-        for start in range(0, len(requests), 64):
-            with self._calling() as client:
-                answers = client.query_batch_points(name, requests[start : start + 64])
-            hits += [[hit_of(point) for point in answer.points] for answer in answers]
-        return hits

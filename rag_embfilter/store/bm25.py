@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -46,24 +47,32 @@ class Bm25:
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
             raise ConfigError(f"BM25 language {self.language!r}: expected one of {', '.join(LANGUAGES)}.")
-        if not self.average_terms > 0:
-            raise ConfigError(f"average_terms {self.average_terms!r}: expected a positive number.")
+        length = self.average_terms
+        if isinstance(length, bool) or not isinstance(length, int | float) or not 0 < length < math.inf:
+            raise ConfigError(f"average_terms {length!r}: expected a positive number.")
 
     def documents(self, texts: Sequence[str]) -> list[models.SparseVector]:
         """Vectors of passages; one without a single term is empty."""
         model = _model(self)
-        return [_vector(model.embed_document(text)) for text in texts]
+        return [_vector(model.embed_document(_readable(text))) for text in texts]
 
     def queries(self, texts: Sequence[str]) -> list[models.SparseVector]:
         """Vectors of questions."""
         model = _model(self)
-        return [_vector(model.embed_query(text)) for text in texts]
+        return [_vector(model.embed_query(_readable(text))) for text in texts]
 
     @classmethod
     def of(cls, made: Mapping[str, Any]) -> Bm25 | None:
         """The one that a collection's metadata tells of, if any."""
         kept = made.get("bm25")
-        return cls(**kept) if kept else None
+        if not kept:
+            return None
+        return cls(str(kept.get("language")), kept.get("average_terms", cls.average_terms))
+
+
+def _readable(text: str) -> str:
+    """A text with what is no character (half of a surrogate pair) marked as such."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _vector(given: qdrant_edge.SparseVector) -> models.SparseVector:

@@ -49,7 +49,8 @@ class Collections(Connected):
                 f"collection {name!r} has no vector named {VECTOR!r}: it was not made here, and LlamaIndex "
                 "opens it under another name. If it holds raw embeddings, use `refilter --source-collection`."
             )
-        made = (found.config.metadata or {}).get(KEY) or {}
+        made = (found.config.metadata or {}).get(KEY)
+        made = made if isinstance(made, dict) else {}  # whatever somebody else keeps there
         parts = made.get("parts")
         return CollectionInfo(
             name=name,
@@ -163,7 +164,6 @@ class Collections(Connected):
         check_name(name)
         if self.exists(name):
             self.require(name, encoder.fingerprint | embfilter.fingerprint, embfilter.dim, writing=True)
-            self.require_bm25(name, bm25)
             self._index_payload(name)
             return
         if "fit" in embfilter.parts:
@@ -196,9 +196,17 @@ class Collections(Connected):
             )
 
     def require_bm25(self, name: str, bm25: Bm25 | None) -> None:
-        """Raise `ConfigError` when a filtered collection lacks the BM25 vectors asked for, or has others."""
+        """Raise `ConfigError` when a filtered collection lacks the BM25 vectors asked for, or has others.
+
+        A raw one, which is there to make others from, may be without.
+        """
         info = self.info(name, count=False)
-        if bm25 is None or info.bm25 == bm25 or info.settings.get("filter_type") == "raw":
+        if bm25 is None or info.bm25 == bm25:
+            return
+        if info.settings.get("filter_type") == "raw":
+            logger.warning(
+                "collection %r stays without the BM25 vectors asked for; filtered ones get them", name
+            )
             return
         has = "no BM25 vectors" if info.bm25 is None else f"BM25 vectors for {info.bm25.language}"
         raise ConfigError(
@@ -236,7 +244,10 @@ class Collections(Connected):
             fingerprint.require(info.fingerprint, f"collection {name!r}")
         was = info.fingerprint.digest if info.fingerprint else "none"
         logger.warning("collection %r: fingerprint %s set in place of %s", name, fingerprint.digest, was)
-        made = made_by(encoder, embfilter, str(info.made.get("base") or name), info.bm25)
+        if "fit" in embfilter.parts:
+            embfilter.save(self.filter_dir / filter_file(embfilter))
+        base = info.made.get("base") or info.name.removesuffix(f"-{embfilter.name}")
+        made = made_by(encoder, embfilter, str(base), info.bm25)
         with self._calling() as client:
             client.update_collection(name, metadata={KEY: made})
 
@@ -269,10 +280,20 @@ class Collections(Connected):
             client.update_collection_aliases(operations)
         return old
 
-    def delete(self, name: str) -> None:
-        """Remove a collection and all its points. Raises `StoreError` for an absent name and an alias."""
+    def delete(self, name: str, force: bool = False) -> None:
+        """Remove a collection and all its points.
+
+        Raises `StoreError` for an absent name, an alias, and, unless `force`, a collection that an alias
+        stands for.
+        """
         if name not in self.names():
             self.info(name)
             raise StoreError(f"{name!r} is an alias; give the full name of the collection it stands for.")
+        live = sorted(alias for alias, stood in self.aliases().items() if stood == name)
+        if live and not force:
+            raise StoreError(
+                f"collection {name!r} is what readers find as {', '.join(map(repr, live))}; switch that to "
+                "another collection first, or force it."
+            )
         with self._calling() as client:
             client.delete_collection(name)

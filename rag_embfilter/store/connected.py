@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +15,14 @@ from qdrant_client import QdrantClient
 from qdrant_client.local.qdrant_local import QdrantLocal
 from qdrant_client.qdrant_remote import QdrantRemote
 
-from rag_embfilter.errors import ConfigError
+from rag_embfilter.errors import ConfigError, StoreError
 from rag_embfilter.store.connection import GRPC_PORT, open_folder, open_server, readable
 from rag_embfilter.store.layout import Layout
+
+
+def _close_at_exit(store: weakref.ref[Connected]) -> None:
+    if (left := store()) is not None:
+        left.close()
 
 
 class Connected:
@@ -44,6 +51,7 @@ class Connected:
         self.layout = layout or Layout()
         self._lock = threading.RLock()
         self._owned = client is None
+        self._closed = False
         self._folder_lock: Lock | None = None
         if client is not None:
             self.client = client
@@ -51,6 +59,8 @@ class Connected:
             self.client, self._folder_lock = open_folder(Path(path), edge)
         else:
             self.client = open_server(str(url), api_key, timeout, grpc, grpc_port)
+        # An engine in this process that is left open would be torn down when half of Python is gone.
+        atexit.register(_close_at_exit, weakref.ref(self))
         self.embedded = isinstance(self.client._client, QdrantLocal)
         self.in_process = not isinstance(self.client._client, QdrantRemote)
 
@@ -61,20 +71,32 @@ class Connected:
         self.close()
 
     def close(self) -> None:
-        """Release the folder or the connection, unless the client was given."""
-        if self._owned:
-            self.client.close()
-        if self._folder_lock is not None:
-            self._folder_lock.release()
+        """Release the folder or the connection, unless the client was given. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._owned:
+                    self.client.close()
+            finally:
+                if self._folder_lock is not None:
+                    self._folder_lock.release()
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Keeps other threads out of an engine in this process, for calls that go to the client directly."""
         if not self.in_process:
+            self._require_open()
             yield
         else:
             with self._lock:
+                self._require_open()
                 yield
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the store {self.where!r} is closed; open it again.")
 
     @contextmanager
     def _calling(self) -> Iterator[QdrantClient]:

@@ -20,7 +20,7 @@ from qdrant_client import QdrantClient
 from qdrant_client.common.client_exceptions import QdrantException
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-from rag_embfilter.errors import ConfigError, StoreError
+from rag_embfilter.errors import ConfigError, EmbFilterError, StoreError
 from rag_embfilter.store.retrying import RetryingTransport, grpc_options
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,10 @@ def open_folder(path: Path, edge: bool | None = None) -> tuple[QdrantClient, por
             raise busy from error
         if _no_room(error):
             raise _full(str(path), error) from error
+        if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+            raise StoreError(f"the store {str(path)!r} cannot be written to ({error}).") from error
+        if isinstance(error, EmbFilterError):
+            raise
         raise StoreError(
             f"the embedded store {str(path)!r} cannot be opened ({type(error).__name__}: {error}). Restore "
             "its folder, or delete it and ingest again."
@@ -70,8 +74,8 @@ def open_folder(path: Path, edge: bool | None = None) -> tuple[QdrantClient, por
 
 def _engine(path: Path, edge: bool | None) -> Callable[[Path], QdrantClient]:
     """What opens a folder."""
-    made_by_edge = (path / EDGE_MARK).exists()
-    made_embedded = (path / "meta.json").exists()
+    made_embedded = (path / "meta.json").exists() and any(path.glob("collection/*"))
+    made_by_edge = (path / EDGE_MARK).exists() or (not made_embedded and (path / "collections").is_dir())
     if (edge and made_embedded) or (edge is False and made_by_edge):
         made, wanted = ("the embedded Qdrant", "Qdrant Edge") if edge else ("Qdrant Edge", "the embedded one")
         raise StoreError(

@@ -28,7 +28,7 @@ class Cost:
         build_seconds: writing the vectors, building the index and quantising.
         p50_ms, p95_ms: latency of one query for 10 points, on this machine.
         recall_at_10: share of the exact search's 10 nearest points that the index's search finds.
-        indexed: whether there are enough vectors for an index; without it, searches are exact.
+        indexed: whether there are enough vectors for an index; without it, searches look at all of them.
     """
 
     points: int

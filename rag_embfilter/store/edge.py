@@ -11,10 +11,12 @@ A shard of Edge is one collection without name, metadata or aliases. A folder of
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,18 @@ from qdrant_client import QdrantClient, models
 from qdrant_client.client_base import QdrantBase
 from qdrant_client.http import models as http_models
 
-from rag_embfilter.errors import StoreError
+from rag_embfilter.errors import ConfigError, StoreError
 from rag_embfilter.files import write_json
 from rag_embfilter.store import edge_models as words
 from rag_embfilter.store.connection import EDGE_MARK as MARK
+from rag_embfilter.store.described import check_name
 
+# Edge maps files as large as this many of its pages, before the first point is written.
+RESERVE = 256 << 20
 DONE = models.UpdateResult(operation_id=0, status=models.UpdateStatus.COMPLETED)
+
+
+logger = logging.getLogger(__name__)
 
 
 def edge_client(path: Path) -> QdrantClient:
@@ -46,20 +54,38 @@ class EdgeEngine(QdrantBase):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._closed = False
         self._shards: dict[str, edge.EdgeShard] = {}
-        (path / "collections").mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / MARK).exists():
+            if any(path.glob("collections/*")):
+                logger.warning("%s was missing; its aliases are gone, the collections are not", path / MARK)
+            write_json(path / MARK, {"format": 1, "aliases": {}})
+        (path / "collections").mkdir(exist_ok=True)
         for left in ("making", "leaving"):
             shutil.rmtree(path / left, ignore_errors=True)
-        if not (path / MARK).exists():
-            write_json(path / MARK, {"format": 1, "aliases": {}})
 
     def close(self, **_: Any) -> None:
-        """Write everything to disk and release the shards."""
-        while self._shards:
-            name, shard = self._shards.popitem()
-            with _said(name):
-                shard.flush()
-                shard.close()
+        """Write everything to disk and release the shards; nothing can be asked for afterwards.
+
+        Raises `StoreError` when a shard cannot be written, after all of them are released.
+        """
+        if self._closed or sys.is_finalizing():
+            return
+        self._closed = True
+        faults = []
+        for name, shard in self._shards.items():
+            try:
+                with _said(name):
+                    try:
+                        shard.flush()
+                    finally:
+                        shard.close()
+            except StoreError as error:
+                faults.append(error)
+        self._shards.clear()
+        if faults:
+            raise faults[0]
 
     def info(self) -> models.VersionInfo:
         """What this is."""
@@ -67,16 +93,35 @@ class EdgeEngine(QdrantBase):
 
     # Collections
 
+    def _place(self, name: str) -> Path:
+        """Where a collection, by its name or an alias, would live; a name is never a path."""
+        own = self._aliases().get(name, name)
+        with suppress(ConfigError):
+            check_name(own)
+            return self.path / "collections" / own
+        raise StoreError(f"collection {name!r} not found: that is not a collection's name.")
+
     def _folder(self, name: str) -> Path:
         """Where a collection, by its name or an alias, lives."""
-        folder = self.path / "collections" / self._aliases().get(name, name)
+        folder = self._place(name)
         if not (folder / "collection.json").is_file():
             raise StoreError(f"collection {name!r} not found in {str(self.path)!r}.")
         return folder
 
+    def _need_room(self) -> None:
+        """Raise `StoreError` on a disk that is nearly full: Edge maps files, and dies on a full one."""
+        free = shutil.disk_usage(self.path).free
+        if free < RESERVE:
+            raise StoreError(
+                f"the disk of {str(self.path)!r} is full: {free >> 20} MiB are left, and Qdrant Edge needs "
+                f"{RESERVE >> 20} to work in. Make room; what was written stays, and the same command goes "
+                "on from there."
+            )
+
     def _shard(self, name: str) -> edge.EdgeShard:
         folder = self._folder(name)
         if folder.name not in self._shards:
+            self._need_room()
             with _said(name):
                 self._shards[folder.name] = edge.EdgeShard.load(str(folder / "shard"))
         return self._shards[folder.name]
@@ -85,23 +130,33 @@ class EdgeEngine(QdrantBase):
         return _read(self._folder(name) / "collection.json")
 
     def _aliases(self) -> dict[str, str]:
+        if self._closed:
+            raise StoreError(f"the store {str(self.path)!r} is closed.")
         aliases: dict[str, str] = _read(self.path / MARK).get("aliases", {})
         return aliases
 
     def get_collections(self, **_: Any) -> models.CollectionsResponse:
         """All collections; one is there once its description is."""
+        self._aliases()
         names = sorted(made.parent.name for made in self.path.glob("collections/*/collection.json"))
         return models.CollectionsResponse(collections=[models.CollectionDescription(name=n) for n in names])
 
     def collection_exists(self, collection_name: str, **_: Any) -> bool:
         """Whether a collection or alias has this name."""
-        name = self._aliases().get(collection_name, collection_name)
-        return (self.path / "collections" / name / "collection.json").is_file()
+        with suppress(StoreError):
+            return (self._place(collection_name) / "collection.json").is_file()
+        self._aliases()  # a store that is closed or damaged says so
+        return False
 
     def create_collection(self, collection_name: str, vectors_config: Any = None, **settings: Any) -> bool:
         """Make a collection; it is there as a whole or not at all."""
         if self.collection_exists(collection_name):
             raise StoreError(f"collection {collection_name!r} exists already in {str(self.path)!r}.")
+        check_name(collection_name)
+        folder = self.path / "collections" / collection_name
+        if folder.exists():
+            raise StoreError(f"{str(folder)!r} holds no collection.json: restore it, or remove that folder.")
+        self._need_room()
         sparse = settings.pop("sparse_vectors_config", None)
         metadata = settings.pop("metadata", None)
         settings = {key: value for key, value in settings.items() if value is not None}
@@ -112,7 +167,7 @@ class EdgeEngine(QdrantBase):
             edge.EdgeShard.create(str(making / "shard"), words.config_of(made)).close()
         described = {"made": made.model_dump(mode="json", exclude_none=True), "metadata": metadata or {}}
         write_json(making / "collection.json", described)
-        making.rename(self.path / "collections" / collection_name)
+        making.rename(folder)
         return True
 
     def update_collection(self, collection_name: str, metadata: Any = None, **others: Any) -> bool:
@@ -215,6 +270,7 @@ class EdgeEngine(QdrantBase):
 
     def upsert(self, collection_name: str, points: Any, **_: Any) -> models.UpdateResult:
         """Write points; they are in the engine's log when this returns."""
+        self._need_room()
         with _said(collection_name):
             operation = edge.UpdateOperation.upsert_points([words.point_of(point) for point in points])
         return self._update(collection_name, operation)
@@ -226,16 +282,17 @@ class EdgeEngine(QdrantBase):
 
     def delete(self, collection_name: str, points_selector: Any, **_: Any) -> models.UpdateResult:
         """Delete points by id or by what their payload says."""
-        match points_selector:
-            case models.PointIdsList(points=ids):
-                operation = edge.UpdateOperation.delete_points(list(ids))
-            case models.Filter() | models.FilterSelector():
-                wanted: Any = getattr(points_selector, "filter", points_selector)
-                found = words.filter_of(wanted)
-                assert found is not None
-                operation = edge.UpdateOperation.delete_points_by_filter(found)
-            case _:
-                operation = edge.UpdateOperation.delete_points(list(points_selector))
+        with _said(collection_name):
+            match points_selector:
+                case models.PointIdsList(points=ids):
+                    operation = edge.UpdateOperation.delete_points(list(ids))
+                case models.Filter() | models.FilterSelector():
+                    wanted: Any = getattr(points_selector, "filter", points_selector)
+                    found = words.filter_of(wanted)
+                    assert found is not None
+                    operation = edge.UpdateOperation.delete_points_by_filter(found)
+                case _:
+                    operation = edge.UpdateOperation.delete_points(list(points_selector))
         return self._update(collection_name, operation)
 
     def count(
@@ -356,5 +413,5 @@ def _said(name: str) -> Iterator[None]:
     except StoreError:
         raise
     except Exception as error:
-        said = str(error).removeprefix("Service runtime error: ")
-        raise StoreError(f"Qdrant Edge, collection {name!r}: {said}") from error
+        said = " ".join(str(error).removeprefix("Service runtime error: ").split())
+        raise StoreError(f"Qdrant Edge, collection {name!r}: {said[:300]}") from error

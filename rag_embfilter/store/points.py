@@ -16,6 +16,7 @@ from rag_embfilter.store.bm25 import SPARSE
 
 FloatArray = NDArray[np.float32]
 VECTOR = "text-dense"  # LlamaIndex's own name for the dense vector
+SCROLL = 1024  # points asked for in one request
 BATCH_POINTS = 256
 BATCH_BYTES = 8 << 20  # a server refuses requests over 32 MiB
 
