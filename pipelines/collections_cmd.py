@@ -149,7 +149,10 @@ def switch(
     was = f", was {old}" + (" (deleted)" if drop_old and old != now else "") if old else ""
     show.out.print(show.escape(f"{alias} stands for {now}{was}."), soft_wrap=True)
     if old not in (None, now) and not drop_old:
-        back = f"Back: python -m pipelines collections switch {alias} {old}"
+        where = f" --qdrant-url {qdrant_url}" if qdrant_url else ""
+        if not qdrant_url and qdrant_path != options.DEFAULT_PATH:
+            where = f" --qdrant-path {qdrant_path}"
+        back = f"Back: python -m pipelines collections switch {alias} {old}{where}"
         show.out.print(show.escape(back), soft_wrap=True)
 
 

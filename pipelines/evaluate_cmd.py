@@ -216,10 +216,29 @@ def sentence(evaluation: Evaluation) -> str:
         return _nothing_better(evaluation)
     versus = best.versus_raw
     return (
-        f"[green]{best.name}[/] ({best.dim} dimensions) beats raw "
+        f"[green]{best.name}[/]{_size(best)} beats raw "
         f"({raw.dim}) by {100 * versus.difference:.1f} points of nDCG@10 on {versus.n} questions "
-        f"(95% interval {100 * versus.low:.1f} to {100 * versus.high:.1f})."
+        f"(95% interval {100 * versus.low:.1f} to {100 * versus.high:.1f}).{_against_words(evaluation)}"
     )
+
+
+def _size(result: FilterResult) -> str:
+    return f" ({result.dim} dimensions)" if result.dim else ", words alone,"
+
+
+def _against_words(evaluation: Evaluation) -> str:
+    """Whether vectors add to BM25, where both were tried: the best row that has them against BM25 alone."""
+    from rag_embfilter.metrics import compare
+
+    words = next((r for r in evaluation.results if r.mode == "bm25"), None)
+    others = [r for r in evaluation.results if r.mode in ("dense", "hybrid")]
+    if words is None:
+        return ""
+    best = max(others, key=lambda r: r.metrics.mean())
+    versus = compare(best.metrics.per_query["ndcg_at_10"], words.metrics.per_query["ndcg_at_10"])
+    said = {"better": "beats", "worse": "loses to"}.get(versus.verdict, "is not shown to differ from")
+    interval = show.escape(f"[{100 * versus.low:+.1f}, {100 * versus.high:+.1f}]")
+    return f" {best.name} {said} BM25 alone: {100 * versus.difference:+.1f} {interval}."
 
 
 def _nothing_better(evaluation: Evaluation) -> str:

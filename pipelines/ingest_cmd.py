@@ -174,7 +174,7 @@ def ingest(
         _print(report, reader, encoder, store)
         _notes(vanished, prune, foreign)
     if json_file is not None:
-        _write(json_file, report, reader, encoder)
+        _write(json_file, report, reader, encoder, vanished)
     if reader.failed or report.failed:
         raise typer.Exit(1)
 
@@ -299,13 +299,16 @@ def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: 
     show.listed("Not stored", report.failed)
 
 
-def _write(path: Path, report: IngestReport, reader: SourceReader, encoder: Encoder) -> None:
+def _write(
+    path: Path, report: IngestReport, reader: SourceReader, encoder: Encoder, vanished: Sequence[str]
+) -> None:
     from pipelines.readers import printable
     from pipelines.results import provenance
     from rag_embfilter.files import write_json
 
     result = vars(report) | {
         "not_read": reader.failed,
+        "sources_gone": [printable(source) for source in vanished],
         "skipped": [printable(str(file)) for file in reader.skipped],
         "truncated": vars(encoder.stats),
         "engine": encoder.engine,

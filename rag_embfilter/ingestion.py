@@ -7,6 +7,7 @@ there already needs no work, and a run that was killed goes on where it stopped.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ FloatArray = NDArray[np.float32]
 # Nodes that are looked up, encoded and written together, for each pass that the encoder runs at once: a run
 # that is killed loses at most these.
 WINDOW = 512
+FIRST_WINDOW = 64
+PATIENCE = 10.0  # seconds of work that a window may cost before windows stop growing
 
 
 @dataclass
@@ -101,11 +104,17 @@ def ingest(
     targets = _targets(encoder, filters, store, base, bm25)
     run = _Run(encoder, targets, store, _raw_name(encoder, store, base), incomplete)
     run.report.collections = list(run.targets)
-    size = WINDOW * encoder.parallel
+    # A run that is stopped loses a window at most, so the first ones are small, and slow ones stay so.
+    largest = WINDOW * encoder.parallel
+    size = min(FIRST_WINDOW * encoder.parallel, largest)
+    start = time.monotonic()
     for node in run.follow(documents, splitter):
         run.window.append(node)
         if len(run.window) >= size:
             _advance(run, progress)
+            if time.monotonic() - start < PATIENCE:
+                size = min(2 * size, largest)
+            start = time.monotonic()
     _advance(run, progress, last=True)
     for name in run.targets:
         store.optimize(name)

@@ -60,7 +60,7 @@ class EmbFilterVectorStore(QdrantVectorStore):
             query = replace(
                 query,
                 hybrid_top_k=query.hybrid_top_k or query.similarity_top_k,
-                similarity_top_k=deep,
+                similarity_top_k=deep + TIES,
                 sparse_top_k=max(query.sparse_top_k or 0, deep + TIES),
             )
         with self._store.exclusively():

@@ -19,7 +19,8 @@ from rag_embfilter.store.layout import search_params
 from rag_embfilter.store.points import SCROLL, VECTOR, FloatArray, Hit, hit_of, node_of
 
 BATCH = 64  # searches in one request
-# Terms give many equal scores, which engines put in no order: so many more are asked for, and sorted here.
+# Equal scores, which terms give and repeated passages, stand in no order: so many more are asked for, and
+# sorted here.
 TIES = 50
 LARGEST = 1_000_000
 
@@ -72,8 +73,8 @@ class Searching(Collections):
             )
         deep = max(limit, DEPTH)
         terms = self._ranked(name, _by_terms(info, texts, wanted), deep + TIES)
-        nearest = self._ranked(name, requests, deep)
-        fused = [fuse([one, other[:deep]], limit) for one, other in zip(nearest, terms, strict=True)]
+        nearest = self._ranked(name, requests, deep + TIES)
+        fused = [fuse([one[:deep], other[:deep]], limit) for one, other in zip(nearest, terms, strict=True)]
         return self._with_nodes(name, fused)
 
     def search_text(

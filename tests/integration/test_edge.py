@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import threading
 
 import numpy as np
 import pytest
-from llama_index.core.schema import Document
+from llama_index.core.schema import Document, TextNode
+from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryMode
 from qdrant_client import models
 
-from rag_embfilter import EmbFilter, Encoder, Store, ingest
-from rag_embfilter.errors import ConfigError, StoreError
+from rag_embfilter import EmbFilter, EmbFilterVectorStore, Encoder, Store, ingest
+from rag_embfilter.errors import ConfigError, EncodingError, FingerprintMismatch, StoreError
+from rag_embfilter.fitting import siblings
 from rag_embfilter.store import Bm25, Layout
 from tests import tiny
 
@@ -54,7 +58,7 @@ def test_all_survives_a_reopening_and_the_top_ten_are_the_embedded_ones(encoder,
     assert found["edge"] == found["embedded"]
 
 
-def test_a_folder_opens_as_what_it_is_and_as_nothing_else(tmp_path):
+def test_a_folder_opens_as_what_it_is_and_as_nothing_else(encoder, filters, tmp_path):
     with Store(path=tmp_path / "e", edge=True) as store:
         assert not store.embedded and store.in_process
     with Store(path=tmp_path / "e") as store:
@@ -65,8 +69,12 @@ def test_a_folder_opens_as_what_it_is_and_as_nothing_else(tmp_path):
         Store(path=tmp_path / "e", edge=False)
     with Store(path=tmp_path / "q") as store:
         assert store.embedded
+    with Store(path=tmp_path / "q", edge=True) as store:  # nothing was in it
+        assert not store.embedded
+    with Store(path=tmp_path / "r") as store:
+        store.create("c-raw", encoder, filters[0], "c")
     with pytest.raises(StoreError, match="is a store of the embedded Qdrant, and Qdrant Edge cannot"):
-        Store(path=tmp_path / "q", edge=True)
+        Store(path=tmp_path / "r", edge=True)
 
 
 def test_collections_on_their_way_are_all_there_or_not(encoder, filters, tmp_path):
@@ -75,7 +83,7 @@ def test_collections_on_their_way_are_all_there_or_not(encoder, filters, tmp_pat
         store.switch("live", "c-raw")
         with pytest.raises(StoreError, match="exists already"):
             store.client.create_collection("c-raw", {})
-        store.delete("c-raw")
+        store.delete("c-raw", force=True)
         assert store.names() == [] and store.aliases() == {} and not store.exists("live")
     left = tmp_path / "e" / "making" / "half"
     left.mkdir(parents=True)
@@ -203,3 +211,156 @@ def test_bm25_has_a_language_it_knows_and_words_of_scripts_without_spaces():
     # One term once in a passage of 2 terms: tf (k + 1) / (tf + k (1 - b + b n / average)), k 1.2, b 0.75.
     (vector,) = Bm25(average_terms=4).documents(["garden fence"])
     np.testing.assert_allclose(vector.values, [2.2 / (1 + 1.2 * (0.25 + 0.75 * 2 / 4))] * 2, rtol=1e-6)
+
+
+def test_a_closed_store_stays_closed_and_gives_its_folder_back(encoder, filters, tmp_path):
+    first = Store(path=tmp_path / "e", edge=True)
+    ingest(_documents()[:5], encoder, filters, first, "c")
+    first.close()
+    first.close()
+    with Store(path=tmp_path / "e") as second:
+        for call in (first.names, lambda: first.info("c-raw"), lambda: first.delete("c-raw")):
+            with pytest.raises(StoreError, match="is closed"):
+                call()
+        assert second.names() == ["c-edge-r2", "c-raw"]
+
+
+@pytest.mark.parametrize("name", ["../c-raw", "../../e/collections/c-raw", "a/b", "..", "x" * 300, "nul\0"])
+def test_a_name_is_never_a_path(encoder, filters, tmp_path, name):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        store.create("c-raw", encoder, filters[0], "c")
+        assert not store.exists(name)
+        with pytest.raises(StoreError):
+            store.info(name)
+        with pytest.raises(ConfigError, match="collection name"):
+            store.client.create_collection(name, {})
+
+
+def test_a_lost_mark_hides_nothing(encoder, filters, tmp_path, caplog):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        ingest(_documents()[:5], encoder, filters, store, "c")
+    (tmp_path / "e" / "edge.json").unlink()
+    with Store(path=tmp_path / "e") as store:
+        assert not store.embedded and store.count("c-raw") == 5
+    assert "edge.json was missing" in caplog.text
+
+
+def test_a_folder_without_its_description_is_named_and_left_alone(encoder, filters, tmp_path):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        store.create("c-raw", encoder, filters[0], "c")
+    folder = tmp_path / "e" / "collections" / "c-raw"
+    (folder / "collection.json").unlink()
+    with (
+        Store(path=tmp_path / "e") as store,
+        pytest.raises(StoreError, match=r"c-raw' holds no collection\.json"),
+    ):
+        store.create("c-raw", encoder, filters[0], "c")
+    assert (folder / "shard").is_dir()
+
+
+def test_a_nearly_full_disk_is_said_before_edge_dies_of_it(encoder, filters, tmp_path, monkeypatch):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        ingest(_documents()[:5], encoder, filters, store, "c")
+        full = shutil.disk_usage(tmp_path)._replace(free=10 << 20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+        with pytest.raises(StoreError, match="is full: 10 MiB are left, and Qdrant Edge needs 256"):
+            ingest(_documents(), encoder, filters, store, "c")
+    with Store(path=tmp_path / "e") as store:
+        with pytest.raises(StoreError, match="Make room"):
+            store.count("c-raw")
+        store.delete("c-raw")  # which makes room
+    monkeypatch.undo()
+    with Store(path=tmp_path / "e") as store:
+        ingest(_documents(), encoder, filters, store, "c")
+        assert store.count("c-raw") == store.count("c-edge-r2") == 300
+
+
+def test_equal_scores_stand_in_one_order_on_every_engine_and_every_time(encoder, filters, tmp_path):
+    """Passages in fives of one wording, so that terms score them alike, and sums of ranks meet."""
+    texts = [f"garden fence in colour{i % 9}" + " and more" * (i % 4) for i in range(180)]
+    documents = [Document(id_=f"d{i}", text=text) for i, text in enumerate(texts)]
+    questions = [f"colour{i} please" for i in range(9)]
+    vectors = filters[1].apply(encoder.encode_queries(questions))
+    found = []
+    for kind in ("embedded", "edge", "again"):
+        with Store(path=tmp_path / kind, edge=kind != "embedded") as store:
+            ingest(documents, encoder, filters, store, "c", bm25=Bm25())
+            for _ in range(2):
+                both = store.search("c-edge-r2", vectors, 20, texts=questions, exact=True)
+                words = store.search_text("c-edge-r2", questions, 100)
+                found.append([[hit.id for hit in each] for each in [*both, *words]])
+            ours = EmbFilterVectorStore(store, "c-edge-r2")
+            asked = VectorStoreQuery(
+                vectors[0].tolist(), 20, query_str=questions[0], mode=VectorStoreQueryMode.HYBRID
+            )
+            assert ours.query(asked).ids == found[-1][0]
+    assert all(each == found[0] for each in found)
+
+
+def test_the_vector_store_refuses_what_it_cannot_serve(encoder, filters, tmp_path):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        ingest(_documents()[:20], encoder, filters, store, "plain")
+        ingest(_documents()[:20], encoder, filters, store, "words", bm25=Bm25())
+        plain, words = (EmbFilterVectorStore(store, f"{base}-edge-r2") for base in ("plain", "words"))
+        vector = filters[1].apply(encoder.encode_queries(["text"]))[0].tolist()
+        hybrid = VectorStoreQueryMode.HYBRID
+        for asked, vectors, said in (
+            (VectorStoreQuery(vector, 5, query_str="text", mode=hybrid), plain, "has no BM25 vectors"),
+            (VectorStoreQuery(vector, 5, mode=hybrid), words, "needs query_str"),
+            (
+                VectorStoreQuery(vector, 5, mode=VectorStoreQueryMode.MMR),
+                words,
+                "expected default, hybrid or sparse",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                vectors.query(asked)
+        assert words.query(VectorStoreQuery(vector, 0, query_str="text", mode=hybrid)).ids == []
+        for bad in ([float("nan")] * 16, [0.0] * 16):
+            with pytest.raises(EncodingError):
+                words.add([TextNode(text="x", embedding=bad)])
+        with pytest.raises(FingerprintMismatch, match="16 dimensions"):
+            words.add([TextNode(text="x", embedding=[1.0] * 4)])
+        with pytest.raises(TypeError, match="holds an open store"):
+            pickle.dumps(words)
+        assert store.count("words-edge-r2") == 20
+        words.clear()
+        with pytest.raises(StoreError, match="is not in"):
+            words.add([TextNode(text="x", embedding=vector)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"limit": 0}, "limit 0: expected a whole number from 1"),
+        ({"limit": 10**20}, "expected a whole number"),
+        ({"where": {'a"b': "1"}}, "without quotation marks"),
+        ({"texts": "text"}, "expected a list"),
+        ({"vectors": np.full((1, 16), np.nan, np.float32)}, r"query vectors \[0\] hold NaN"),
+    ],
+)
+def test_what_cannot_be_searched_for_is_refused_in_one_line(encoder, filters, tmp_path, wrong, said):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        ingest(_documents()[:5], encoder, filters, store, "c", bm25=Bm25())
+        given = {"vectors": filters[1].apply(encoder.encode_queries(["text"])), **wrong}
+        with pytest.raises(ConfigError, match=said) as caught:
+            store.search("c-edge-r2", **given)
+        assert "\n" not in str(caught.value)
+        ones = np.ones((1, 16), np.float32)
+        assert store.search("c-edge-r2", ones, where={"source": "\ud800"}) == [[]]
+        assert store.search_text("c-edge-r2", ["caf\udcff text"], 1)[0]
+
+
+def test_somebody_elses_collection_blocks_no_base_and_its_metadata_no_look(encoder, filters, tmp_path):
+    with Store(path=tmp_path / "e", edge=True) as store:
+        size = models.VectorParams(size=4, distance=models.Distance.COSINE)
+        store.client.create_collection("c-theirs", size)
+        store.client.create_collection("c-odd", {"text-dense": size}, metadata={"embfilter": "x"})
+        assert siblings(encoder, store, "c", ()) == ([], [])
+        assert store.info("c-odd").fingerprint is None
+        ingest(_documents()[:5], encoder, filters, store, "c")
+        store.switch("live", "c-raw")
+        with pytest.raises(StoreError, match="readers find as 'live'"):
+            store.delete("c-raw")
+        store.delete("c-raw", force=True)
+        assert store.aliases() == {}
