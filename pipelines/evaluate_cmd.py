@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines import options, show
+from pipelines import judge_options, options, show
 from rag_embfilter.recipes import DEFAULT_KEEP
 
 if TYPE_CHECKING:
@@ -58,6 +58,17 @@ def evaluate(
     ragas: Annotated[
         bool, typer.Option(help="Add RAGAS's id-based context precision and recall, where it is installed.")
     ] = True,
+    judge: judge_options.Judge = None,
+    generator: judge_options.Generator = None,
+    judged_metrics: judge_options.JudgedMetrics = None,
+    judge_filters: judge_options.JudgeFilters = list(judge_options.DEFAULT_FILTERS),  # noqa: B006, B008
+    judge_top_k: judge_options.JudgeTopK = 5,
+    max_failed: judge_options.MaxFailed = 0.2,
+    concurrency: judge_options.Concurrency = 4,
+    judge_timeout: judge_options.JudgeTimeout = 60,
+    judge_max_tokens: judge_options.JudgeMaxTokens = 1024,
+    judge_cache: judge_options.JudgeCache = True,
+    dry_run: judge_options.DryRun = False,
     json_file: options.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw quality against dimensions as a PNG.")
@@ -81,7 +92,17 @@ def evaluate(
     options.check_picture(plot)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
+    judging = judge_options.read(
+        judge, generator, judged_metrics, judge_filters, judge_top_k, max_failed,
+        concurrency, judge_timeout, judge_max_tokens, judge_cache, dry_run,
+    )  # fmt: skip
     sets = [EvalSet.load(folder) for folder in eval_sets]
+    if judging:
+        specs = options.filter_specs(["raw", *filter_types], filter_ratios, keep)
+        rows = judging.check(sets, specs, modes)
+        if dry_run:
+            judging.dry_run(sets, rows)
+            return
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )
@@ -89,9 +110,11 @@ def evaluate(
     questions = options.read_questions(example_questions)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         run_evaluation(
-            sets, encoder, filters, store, ragas, json_file, plot, report,
+            sets, encoder, filters, store, ragas, json_file, plot, report, judging,
             fitted=fitted, questions=questions, modes=modes, bm25=Bm25(bm25),
         )  # fmt: skip
+    if judging:
+        judging.finish()
 
 
 def run_evaluation(
@@ -103,6 +126,7 @@ def run_evaluation(
     json_file: Path | None,
     plot: Path | None,
     report: Path | None = None,
+    judging: judge_options.JudgeRun | None = None,
     **how: Any,
 ) -> list[Evaluation]:
     """Evaluate, print a table per set, and write the files asked for; `how` is `evaluation.evaluate`'s."""
@@ -119,12 +143,14 @@ def run_evaluation(
         with _progress(eval_set) as progress:
             evaluation = evaluate_set(eval_set, encoder, filters, store, progress=progress, **how)
         judged = {
-            result.name: judge.id_metrics(eval_set.qrels, result.run) if ragas else {}
+            result.name: judge.unjudged_metrics(eval_set, result.run) if ragas else {}
             for result in evaluation.results
         }
         print_evaluation(evaluation, judged)
         evaluations.append(evaluation)
         pages.append(evaluation_json(evaluation, judged))
+        if judging:
+            judging.judge(evaluation, pages[-1])
     origin = provenance(encoder)
     if report is not None:
         from pipelines.report import write_report
@@ -184,6 +210,8 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
 
 
 def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
+    from rag_embfilter.judge import ID_METRICS
+
     means = result.metrics.means()
     versus = result.versus_raw
     cells = [result.name, str(result.dim or "-"), f"{100 * means['ndcg_at_10']:.1f}"]
@@ -198,7 +226,7 @@ def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
             f"{versus.wins}/{versus.ties}/{versus.losses}",
         ]
     cells += [f"{100 * means[m]:.1f}" for m in ("recall_at_10", "recall_at_100", "mrr_at_10", "map_at_100")]
-    for metric in judged.values():
+    for metric in (judged[name] for name in ID_METRICS if name in judged):
         failed = f" ({len(metric.failures)} failed)" if metric.failures else ""
         cells.append("-" if metric.mean is None else f"{100 * metric.mean:.1f}{failed}")
     return cells

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rag_embfilter.store import Store
 
 MODES = ("dense", "bm25", "hybrid")
+JUDGED = "context_precision context_recall faithfulness answer_relevancy factual_correctness".split()
 QUANTIZATIONS = ("none", "scalar", "binary")
 MODEL, FILTER, STORE = "Backbone", "Filters", "Qdrant"
 DEFAULT_PATH = Path(".embfilter/qdrant")
@@ -183,11 +184,19 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON too.")
 ]
 
+
+def _row_name(word: str) -> bool:
+    """Whether a word is a row of `evaluate`'s table: `raw`, `edge-r2`, `edge-r2+bm25`."""
+    return word.removesuffix("+bm25").split("-")[0] in FILTER_TYPES
+
+
 LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
     "--template": lambda word: word in TEMPLATES,
     "--modes": lambda word: word in MODES,
+    "--judged-metrics": lambda word: word in JUDGED,
+    "--judge-filters": lambda word: word in ("all", "recommended", "bm25") or _row_name(word),
 }
 # Lists of one command, one value for every other.
 OWN_LISTS = {

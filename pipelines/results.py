@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipelines.judge_options import metrics_json
 from rag_embfilter import __version__
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.evaluation import Evaluation, FilterResult
@@ -87,15 +88,7 @@ def _filter_json(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> di
         "queries_scored": len(result.metrics.per_query["ndcg_at_10"]),
         "queries_excluded": list(result.metrics.excluded),
         "versus_raw": vars(result.versus_raw) if result.versus_raw else None,
-        "ragas": {
-            name: {
-                "mean": m.mean,
-                "scored": len(m.scores),
-                "failed": len(m.failures),
-                "failures": dict(m.failures),
-            }
-            for name, m in judged.items()
-        },
+        "ragas": metrics_json(judged),
         "per_query": {name: dict(scores) for name, scores in result.metrics.per_query.items()},
         "run": {query: list(passages[:10]) for query, passages in result.run.items()},
     }

@@ -18,6 +18,7 @@ ORDER = (
 DOORS = {
     "qdrant_client": {"store"},
     "ragas": {"judge"},
+    "openai": {"judge"},
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
     "qdrant_edge": {"store"},
