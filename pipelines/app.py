@@ -15,6 +15,7 @@ from pipelines import (
     evaluate_cmd,
     ingest_cmd,
     lens_cmd,
+    mteb_cmd,
     refilter_cmd,
     refit_cmd,
     search_cmd,
@@ -36,6 +37,7 @@ app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
 app.command("check-eval-set")(check_cmd.check_eval_set)
+app.command("mteb")(mteb_cmd.mteb)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
 app.command("cost")(cost_cmd.cost)

@@ -15,7 +15,10 @@ from rag_embfilter.encoder import Encoder
 from rag_embfilter.evaluation import Evaluation, FilterResult
 from rag_embfilter.judge import JudgedMetric
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir-measures", "scipy", "ragas")
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir-measures", "scipy", "ragas",
+    "mteb", "scikit-learn", "sentence-transformers",
+)  # fmt: skip
 
 
 def provenance(encoder: Encoder) -> dict[str, Any]:

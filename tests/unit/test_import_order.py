@@ -13,13 +13,14 @@ ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed lens config embedding "
     "nodes store vector_store fitting ingestion refiltering metrics eval_set set_check "
-    "evaluation choose judge"
+    "evaluation choose judge benchmark"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
     "ragas": {"judge"},
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
+    "mteb": {"benchmark"},
     "qdrant_edge": {"store"},
 }
 
