@@ -10,6 +10,7 @@ from pipelines import (
     check_cmd,
     choose_cmd,
     collections_cmd,
+    compare_cmd,
     cost_cmd,
     demo_cmd,
     evaluate_cmd,
@@ -37,6 +38,7 @@ app.command("search")(search_cmd.search)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
 app.command("check-eval-set")(check_cmd.check_eval_set)
+app.command("compare")(compare_cmd.compare)
 app.command("mteb")(mteb_cmd.mteb)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)

@@ -62,6 +62,13 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw quality against dimensions as a PNG.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write report.html, a page for those who decide, results.json and quality.png.",
+        ),
+    ] = None,
 ) -> None:
     """Compare filters with raw embeddings on evaluation sets.
 
@@ -72,6 +79,8 @@ def evaluate(
     from rag_embfilter.store import Bm25
 
     options.check_picture(plot)
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
     sets = [EvalSet.load(folder) for folder in eval_sets]
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
@@ -80,7 +89,7 @@ def evaluate(
     questions = options.read_questions(example_questions)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         run_evaluation(
-            sets, encoder, filters, store, ragas, json_file, plot,
+            sets, encoder, filters, store, ragas, json_file, plot, report,
             fitted=fitted, questions=questions, modes=modes, bm25=Bm25(bm25),
         )  # fmt: skip
 
@@ -93,6 +102,7 @@ def run_evaluation(
     ragas: bool,
     json_file: Path | None,
     plot: Path | None,
+    report: Path | None = None,
     **how: Any,
 ) -> list[Evaluation]:
     """Evaluate, print a table per set, and write the files asked for; `how` is `evaluation.evaluate`'s."""
@@ -115,14 +125,22 @@ def run_evaluation(
         print_evaluation(evaluation, judged)
         evaluations.append(evaluation)
         pages.append(evaluation_json(evaluation, judged))
-    if json_file is not None:
-        write_json(json_file, provenance(encoder) | {"sets": pages})
-        show.out.print(f"JSON: {show.escape(str(json_file))}", soft_wrap=True)
-    if plot is not None:
-        from pipelines.plot import quality_against_dimensions
+    origin = provenance(encoder)
+    if report is not None:
+        from pipelines.report import write_report
 
-        quality_against_dimensions(evaluations, plot)
-        show.out.print(f"Picture: {show.escape(str(plot))}", soft_wrap=True)
+        write_report(report / "report.html", evaluations, origin)
+        show.out.print(f"Report: {show.escape(str(report / 'report.html'))}", soft_wrap=True)
+    for file in (json_file, report and report / "results.json"):
+        if file is not None:
+            write_json(file, origin | {"sets": pages})
+            show.out.print(f"JSON: {show.escape(str(file))}", soft_wrap=True)
+    for picture in (plot, report and report / "quality.png"):
+        if picture is not None:
+            from pipelines.plot import quality_against_dimensions
+
+            quality_against_dimensions(evaluations, picture)
+            show.out.print(f"Picture: {show.escape(str(picture))}", soft_wrap=True)
     return evaluations
 
 
@@ -162,7 +180,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     )
     show.out.print()
     show.out.print(show.table(show.escape(title), head, rows))
-    show.out.print(_sentence(evaluation))
+    show.out.print(sentence(evaluation))
 
 
 def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
@@ -186,7 +204,8 @@ def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
     return cells
 
 
-def _sentence(evaluation: Evaluation) -> str:
+def sentence(evaluation: Evaluation) -> str:
+    """What an evaluation says, in one sentence of rich markup."""
     best, raw = evaluation.best(), evaluation.results[0]
     verdicts = [r.versus_raw.verdict for r in evaluation.results if r.versus_raw]
     if "too few queries" in verdicts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,49 @@ def quality_against_dimensions(evaluations: Sequence[Evaluation], path: Path) ->
         for axis in axes.flat[len(evaluations) :]:
             axis.remove()
         for axis, evaluation in zip(axes.flat, evaluations, strict=False):
-            _panel(axis, evaluation)
+            quality_panel(axis, evaluation)
+
+
+def as_svg(panel: Callable[..., None], *what: Any) -> str:
+    """One panel as SVG for a page, whose own colours (`--ink`, `--grid`, ...) it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "panel.svg"
+        with figure_at((7.2, 4.2), path) as figure:
+            panel(figure.subplots(), *what)
+        drawn = path.read_text("utf-8")
+    drawn = drawn[drawn.index("<svg") :]
+    for colour, name in ((INK, "ink"), ("#52606d", "dim"), (GRID, "grid"), ("#ffffff", "paper")):
+        drawn = drawn.replace(colour, f"var(--{name})")
+    for number, colour in enumerate(COLOURS):
+        drawn = drawn.replace(colour, f"var(--line{number})")
+    return drawn
+
+
+def pareto_panel(axis: Axes, results: Sequence[FilterResult], front: Sequence[str]) -> None:
+    """Draw nDCG@10 against bytes of a vector, and the front that no smaller row beats."""
+    rows = [result for result in results if result.dim]
+    for result in rows:
+        on_front = result.name in front
+        place = (4 * result.dim, 100 * result.metrics.mean())
+        axis.plot(*place, marker="D" if on_front else "o", ms=6, color=COLOURS[0] if on_front else RAW, ls="")
+        if on_front:
+            axis.annotate(result.name, place, xytext=(6, 5), textcoords="offset points", fontsize=9)
+    best = sorted((r for r in rows if r.name in front), key=lambda r: r.dim)
+    axis.step(
+        [4 * r.dim for r in best],
+        [100 * r.metrics.mean() for r in best],
+        where="post",
+        color=COLOURS[0],
+        lw=1.4,
+    )
+    sizes = sorted({4 * result.dim for result in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.minorticks_off()
+    axis.margins(x=0.12, y=0.15)
+    axis.set(xlabel="bytes of a passage's vector (float32)", ylabel="nDCG@10")
+    axis.set_title("What a byte buys: the front", loc="left", fontweight="bold", fontsize=11)
+    plain_look(axis)
 
 
 @contextmanager
@@ -55,13 +98,18 @@ def figure_at(size: tuple[float, float], path: Path) -> Iterator[Figure]:
         "axes.labelcolor": INK,
         "xtick.color": INK,
         "ytick.color": INK,
+        # Text stays text, and the same results give the same file.
+        "svg.fonttype": "none",
+        "svg.hashsalt": "rag-embfilter",
     }
     with mpl.rc_context(style):
         figure = plt.figure(figsize=size, layout="constrained")
         try:
             yield figure
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, metadata={"Software": None})
+            svg = path.suffix == ".svg"
+            metadata = {"Date": None} if svg else {"Software": None} if path.suffix == ".png" else None
+            figure.savefig(path, dpi=150, metadata=metadata, transparent=svg)
         finally:
             plt.close(figure)
 
@@ -74,7 +122,8 @@ def plain_look(axis: Axes) -> None:
     axis.tick_params(length=0)
 
 
-def _panel(axis: Axes, evaluation: Evaluation) -> None:
+def quality_panel(axis: Axes, evaluation: Evaluation) -> None:
+    """Draw one set's nDCG@10 against dimensions."""
     raw, *others = evaluation.results
     mean = 100 * raw.metrics.mean()
     axis.axhline(mean, color=RAW, ls="--", lw=1.2)
