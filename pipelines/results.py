@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipelines import yardsticks
 from rag_embfilter import __version__
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.evaluation import Evaluation, FilterResult
@@ -75,6 +76,7 @@ def evaluation_json(
         "passages_unchanged": report.nodes_unchanged,
         "recommended": evaluation.best().name,
         "results": [_filter_json(result, judged.get(result.name, {})) for result in evaluation.results],
+        "yardsticks": yardsticks.as_json(evaluation),
     }
 
 

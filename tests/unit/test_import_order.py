@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed lens config embedding "
-    "nodes store vector_store fitting ingestion refiltering metrics eval_set set_check "
+    "nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick set_check "
     "evaluation choose judge benchmark"
 ).split()
 DOORS = {
@@ -21,6 +21,7 @@ DOORS = {
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
     "mteb": {"benchmark"},
+    "sentence_transformers": {"yardstick"},
     "qdrant_edge": {"store"},
 }
 
