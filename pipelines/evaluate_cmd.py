@@ -178,8 +178,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     ragas = any(judged.values())
     if ragas:
         head += ["RAGAS P", "RAGAS R"]
-    rows = [_row(result, judged[result.name] if ragas else {}) for result in evaluation.results]
-    rows += [_row(result, {}) for result in evaluation.yardsticks]
+    rows = [_row(result, judged.get(result.name, {}) if ragas else {}) for result in evaluation.rows]
     title = (
         f"{eval_set.name}: {len(eval_set.queries)} questions, {len(eval_set.corpus)} passages "
         f"({report.encoded} encoded), {evaluation.encoder.backbone.name}"

@@ -149,7 +149,7 @@ def quality_panel(axis: Axes, evaluation: Evaluation) -> None:
     for place, ((kind, results), colour) in enumerate(zip(kinds, COLOURS * 3, strict=False)):
         # Types of one size stand beside each other, not on top of each other.
         _line(axis, kind, results, colour, mean, 1 + 0.035 * (place - (len(kinds) - 1) / 2))
-    sizes = sorted({r.dim for r in (*evaluation.results, *evaluation.yardsticks) if r.dim})
+    sizes = sorted({r.dim for r in evaluation.rows if r.dim})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()

@@ -50,9 +50,7 @@ def _set(evaluation: Evaluation) -> dict[str, Any]:
         "sentence": Text.from_markup(sentence(evaluation)).plain,
         "quality": plot.as_svg(plot.quality_panel, evaluation),
         "pareto": plot.as_svg(plot.pareto_panel, evaluation.results, front),
-        "rows": [
-            _row(result, result.name in front) for result in (*evaluation.results, *evaluation.yardsticks)
-        ],
+        "rows": [_row(result, result.name in front) for result in evaluation.rows],
         "moved": [_moved(evaluation.eval_set, raw, result, result is best) for result in others],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,7 +47,7 @@ def measure(evaluation: Evaluation, yardsticks: Sequence[Yardstick]) -> None:
         for yardstick in yardsticks:
             label = show.escape(f"{eval_set.name}: {yardstick.name}")
             bar = progress.add_task(label, total=texts, unit="texts")
-            result = measured(yardstick, eval_set, raw, lambda n, bar=bar: progress.advance(bar, n))
+            result = measured(yardstick, eval_set, raw, partial(progress.advance, bar))
             evaluation.yardsticks.append(result)
 
 

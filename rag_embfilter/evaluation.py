@@ -68,6 +68,11 @@ class Evaluation:
     results: list[FilterResult] = field(default_factory=list)
     yardsticks: list[YardstickResult] = field(default_factory=list)
 
+    @property
+    def rows(self) -> list[FilterResult | YardstickResult]:
+        """All that was measured, yardsticks last."""
+        return [*self.results, *self.yardsticks]
+
     def best(self) -> FilterResult:
         """The highest mean nDCG@10 among filters that beat raw beyond noise; raw when none does."""
         beating = [r for r in self.results if r.versus_raw and r.versus_raw.verdict == "better"]
