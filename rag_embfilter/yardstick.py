@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rag_embfilter.backbone import quiet_transformers
 from rag_embfilter.errors import ConfigError, MissingExtraError
 from rag_embfilter.eval_set import EvalSet
 from rag_embfilter.files import file_sha256
@@ -66,7 +67,8 @@ class Yardstick:
         transformer = _sentence_transformers()
         folder, self.source, shown = _find(name)
         try:
-            self._model = transformer(str(folder or name), device=device)
+            with quiet_transformers():
+                self._model = transformer(str(folder or name), device=device)
         except Exception as error:
             # The hub's client, transformers and sentence-transformers each fail in their own ways.
             why = next(iter(str(error).splitlines()), "").strip()
