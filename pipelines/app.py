@@ -17,6 +17,7 @@ from pipelines import (
     ingest_cmd,
     lens_cmd,
     make_cmd,
+    mteb_cmd,
     refilter_cmd,
     refit_cmd,
     search_cmd,
@@ -40,6 +41,7 @@ app.command("choose")(choose_cmd.choose)
 app.command("make-eval-set")(make_cmd.make_eval_set)
 app.command("check-eval-set")(check_cmd.check_eval_set)
 app.command("compare")(compare_cmd.compare)
+app.command("mteb")(mteb_cmd.mteb)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
 app.command("cost")(cost_cmd.cost)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines import judge_options, options, show
+from pipelines import judge_options, options, show, yardsticks
 from rag_embfilter.recipes import DEFAULT_KEEP
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rag_embfilter.filters import EmbFilter
     from rag_embfilter.judge import JudgedMetric
     from rag_embfilter.store import Store
+    from rag_embfilter.yardstick import Yardstick, YardstickResult
 
 
 @show.guarded
@@ -69,6 +70,7 @@ def evaluate(
     judge_max_tokens: judge_options.JudgeMaxTokens = 1024,
     judge_cache: judge_options.JudgeCache = True,
     dry_run: judge_options.DryRun = False,
+    yardstick: yardsticks.Yardsticks = None,
     json_file: options.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw quality against dimensions as a PNG.")
@@ -111,6 +113,7 @@ def evaluate(
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         run_evaluation(
             sets, encoder, filters, store, ragas, json_file, plot, report, judging,
+            trained=yardsticks.load(yardstick, encoder),
             fitted=fitted, questions=questions, modes=modes, bm25=Bm25(bm25),
         )  # fmt: skip
     if judging:
@@ -127,6 +130,7 @@ def run_evaluation(
     plot: Path | None,
     report: Path | None = None,
     judging: judge_options.JudgeRun | None = None,
+    trained: Sequence[Yardstick] = (),
     **how: Any,
 ) -> list[Evaluation]:
     """Evaluate, print a table per set, and write the files asked for; `how` is `evaluation.evaluate`'s."""
@@ -142,6 +146,7 @@ def run_evaluation(
     for eval_set in sets:
         with _progress(eval_set) as progress:
             evaluation = evaluate_set(eval_set, encoder, filters, store, progress=progress, **how)
+        yardsticks.measure(evaluation, trained)
         judged = {
             result.name: judge.unjudged_metrics(eval_set, result.run) if ragas else {}
             for result in evaluation.results
@@ -199,7 +204,7 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     ragas = any(judged.values())
     if ragas:
         head += ["RAGAS P", "RAGAS R"]
-    rows = [_row(result, judged[result.name] if ragas else {}) for result in evaluation.results]
+    rows = [_row(result, judged.get(result.name, {}) if ragas else {}) for result in evaluation.rows]
     title = (
         f"{eval_set.name}: {len(eval_set.queries)} questions, {len(eval_set.corpus)} passages "
         f"({report.encoded} encoded), {evaluation.encoder.backbone.name}"
@@ -209,12 +214,12 @@ def print_evaluation(evaluation: Evaluation, judged: Mapping[str, Mapping[str, J
     show.out.print(sentence(evaluation))
 
 
-def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
+def _row(result: FilterResult | YardstickResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
     from rag_embfilter.judge import ID_METRICS
 
     means = result.metrics.means()
     versus = result.versus_raw
-    cells = [result.name, str(result.dim or "-"), f"{100 * means['ndcg_at_10']:.1f}"]
+    cells = [show.escape(result.name), str(result.dim or "-"), f"{100 * means['ndcg_at_10']:.1f}"]
     if versus is None:
         cells += ["", "", ""]
     else:
@@ -233,7 +238,11 @@ def _row(result: FilterResult, judged: Mapping[str, JudgedMetric]) -> list[str]:
 
 
 def sentence(evaluation: Evaluation) -> str:
-    """What an evaluation says, in one sentence of rich markup."""
+    """What an evaluation says, in one sentence of rich markup, and one for each yardstick that is better."""
+    return " ".join([_verdict(evaluation), *yardsticks.sentences(evaluation)])
+
+
+def _verdict(evaluation: Evaluation) -> str:
     best, raw = evaluation.best(), evaluation.results[0]
     verdicts = [r.versus_raw.verdict for r in evaluation.results if r.versus_raw]
     if "too few queries" in verdicts:

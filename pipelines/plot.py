@@ -141,12 +141,13 @@ def quality_panel(axis: Axes, evaluation: Evaluation) -> None:
     )
     for level in (100 * result.metrics.mean() for result in others if result.mode == "bm25"):
         axis.axhline(level, color=RAW, ls=":", lw=1.6, label=f"BM25 alone: {level:.1f}")
+    _stars(axis, evaluation)
     others = [result for result in others if result.dim]
     kinds = list(_by_type(others).items())
     for place, ((kind, results), colour) in enumerate(zip(kinds, COLOURS * 3, strict=False)):
         # Types of one size stand beside each other, not on top of each other.
         _line(axis, kind, results, colour, mean, 1 + 0.035 * (place - (len(kinds) - 1) / 2))
-    sizes = sorted({r.dim for r in evaluation.results if r.dim})
+    sizes = sorted({r.dim for r in evaluation.rows if r.dim})
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
@@ -160,8 +161,15 @@ def quality_panel(axis: Axes, evaluation: Evaluation) -> None:
         fontsize=11,
     )
     plain_look(axis)
-    if others:
+    if others or evaluation.yardsticks:
         axis.legend(frameon=False, loc="best", fontsize=9)
+
+
+def _stars(axis: Axes, evaluation: Evaluation) -> None:
+    """Yardsticks, each a star at its size."""
+    for each in evaluation.yardsticks:
+        level = 100 * each.metrics.mean()
+        axis.plot(each.dim, level, marker="*", ms=11, color=INK, ls="", label=f"{each.name}: {level:.1f}")
 
 
 def _line(

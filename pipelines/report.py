@@ -14,6 +14,7 @@ from pipelines.evaluate_cmd import sentence
 from rag_embfilter.eval_set import EvalSet
 from rag_embfilter.evaluation import Evaluation, FilterResult
 from rag_embfilter.files import write_text
+from rag_embfilter.yardstick import YardstickResult
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 CASES = 3  # questions shown of those that gained, and of those that lost
@@ -49,7 +50,7 @@ def _set(evaluation: Evaluation) -> dict[str, Any]:
         "sentence": Text.from_markup(sentence(evaluation)).plain,
         "quality": plot.as_svg(plot.quality_panel, evaluation),
         "pareto": plot.as_svg(plot.pareto_panel, evaluation.results, front),
-        "rows": [_row(result, result.name in front) for result in evaluation.results],
+        "rows": [_row(result, result.name in front) for result in evaluation.rows],
         "moved": [_moved(evaluation.eval_set, raw, result, result is best) for result in others],
     }
 
@@ -65,7 +66,7 @@ def pareto_front(results: Sequence[FilterResult]) -> list[str]:
     return front
 
 
-def _row(result: FilterResult, front: bool) -> dict[str, Any]:
+def _row(result: FilterResult | YardstickResult, front: bool) -> dict[str, Any]:
     means, versus = result.metrics.means(), result.versus_raw
     others = ("recall_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
     interval = versus and "{:+.1f} [{:+.1f}, {:+.1f}]".format(

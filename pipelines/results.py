@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipelines import yardsticks
 from pipelines.judge_options import metrics_json
 from rag_embfilter import __version__
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.evaluation import Evaluation, FilterResult
 from rag_embfilter.judge import JudgedMetric
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir-measures", "scipy", "ragas")
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "numpy", "qdrant-client", "ir-measures", "scipy", "ragas",
+    "mteb", "scikit-learn", "sentence-transformers",
+)  # fmt: skip
 
 
 def provenance(encoder: Encoder) -> dict[str, Any]:
@@ -73,6 +77,7 @@ def evaluation_json(
         "passages_unchanged": report.nodes_unchanged,
         "recommended": evaluation.best().name,
         "results": [_filter_json(result, judged.get(result.name, {})) for result in evaluation.results],
+        "yardsticks": yardsticks.as_json(evaluation),
     }
 
 

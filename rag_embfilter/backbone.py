@@ -151,7 +151,7 @@ def load_backbone(
     key = (source, pinned or revision, str(where), kind)
     if (loaded := _LOADED.get(key)) is not None:
         return loaded
-    with _quiet_transformers():
+    with quiet_transformers():
         causal_lm, tokenizer = _load(source, name, revision if not pinned else None)
     if not pinned:
         pinned = getattr(causal_lm.config, "_commit_hash", None) or revision or "unpinned"
@@ -275,7 +275,7 @@ def _converted(gguf: Path) -> Path:
     logger.info("converting %s once; the result is kept in %s", gguf.name, folder)
     from safetensors.torch import save_model
 
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
@@ -384,7 +384,7 @@ def _used_rows(tokenizer: Any, rows: int) -> Tensor:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No advice from transformers while it loads; errors, and the bar of a conversion, still show."""
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")

@@ -215,7 +215,8 @@ class Encoder:
 
         Args:
             texts: the documents' texts; one is refused when it is empty or only white space.
-            normalize: scale to unit length; `False` keeps the norm for the rare use that needs it.
+            normalize: scale to unit length, each template's part for itself; `False` gives the pooled
+                states as the backbone has them, as MTEB's classification wants them.
             progress: called with the number of texts done, batch by batch.
 
         Returns: float32 `[n, hidden]`, in input order.
@@ -335,6 +336,18 @@ def _common_pooling(templates: Sequence[Template]) -> str | None:
     """The pooling that all templates share, if any."""
     found = {each.pooling for each in templates}
     return found.pop() if len(found) == 1 else None
+
+
+def unit_embeddings(states: FloatArray, templates: int = 1) -> FloatArray:
+    """What an encoder with so many templates gives with `normalize=True`, from what it gives without.
+
+    Takes and returns float32 `[n, hidden]`. Raises `EncodingError` for rows that are not finite or are zero.
+    """
+    if templates == 1:
+        return unit_rows(states)
+    parts = states.copy()
+    _unit_parts(parts, templates)
+    return unit_rows(parts)
 
 
 def _unit_parts(pooled: FloatArray, parts: int) -> None:

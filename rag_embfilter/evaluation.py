@@ -21,6 +21,7 @@ from rag_embfilter.ingestion import IngestReport, ingest
 from rag_embfilter.metrics import Comparison, RankMetrics, Run, compare, rank_metrics
 from rag_embfilter.refiltering import refilter
 from rag_embfilter.store import Bm25, Hit, Store, collection_name
+from rag_embfilter.yardstick import YardstickResult
 
 MODES = ("dense", "bm25", "hybrid")
 DEPTH = 100  # passages retrieved per question, as recall@100 and MAP@100 need
@@ -59,12 +60,18 @@ class FilterResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All filters on one eval set; raw comes first."""
+    """All filters on one eval set; raw comes first. Yardsticks stand apart: they are not to be chosen."""
 
     eval_set: EvalSet
     encoder: Encoder
     ingested: IngestReport
     results: list[FilterResult] = field(default_factory=list)
+    yardsticks: list[YardstickResult] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[FilterResult | YardstickResult]:
+        """All that was measured, yardsticks last."""
+        return [*self.results, *self.yardsticks]
 
     def best(self) -> FilterResult:
         """The highest mean nDCG@10 among filters that beat raw beyond noise; raw when none does."""

@@ -26,6 +26,7 @@ __all__ = ["FILTER_TYPES", "EmbFilter", "Role", "unit_rows"]
 FloatArray = NDArray[np.float32]
 Role = Literal["document", "query"]
 ROWS_AT_ONCE = 8192
+UNIT_TOLERANCE = 0.01  # half precision and quantisation move a length by less
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,18 +217,22 @@ class EmbFilter:
         return self.matrix.T @ self.matrix
 
     def apply(self, embeddings: FloatArray, role: Role = "document", normalize: bool = True) -> FloatArray:
-        """Filter raw unit embeddings.
+        """Filter raw embeddings.
 
         Args:
-            embeddings: `[n, hidden]`.
+            embeddings: `[n, hidden]`, of unit length. A filter without means is one linear map, so it also
+                takes what an encoder gives with `normalize=False`; one with means was fitted on unit
+                embeddings, and subtracting those means from anything else would mean nothing.
             role: `document` or `query`; it matters to filters that centre the two apart. For texts of
                 one kind on both sides use `document` for both.
-            normalize: scale the result to unit length.
+            normalize: scale the result to unit length; `False` keeps the length that is left, as MTEB's
+                classification wants it.
 
         Returns: float32 `[n, dim]`.
 
         Raises:
-            ConfigError: another shape, or an unknown role.
+            ConfigError: another shape, an unknown role, or rows that are not of unit length for a filter
+                with means.
             EncodingError: rows that are not finite, or that the filter removes entirely.
         """
         if role not in ("document", "query"):
@@ -239,10 +244,22 @@ class EmbFilter:
                 "embeddings of the backbone it was made from."
             )
         norms = np.linalg.norm(x, axis=1)
+        if self.document_mean is not None:
+            self._require_unit(norms)
         mean = self.query_mean if role == "query" else self.document_mean
         centred: FloatArray = x if mean is None else x - mean
         filtered: FloatArray = centred if self.filter_type == "raw" else centred @ self.matrix.T
         return unit_rows(filtered, norms) if normalize else filtered
+
+    def _require_unit(self, norms: NDArray[np.floating]) -> None:
+        """Raise `ConfigError` for lengths that unit embeddings, however rounded, do not have."""
+        # Rows that are zero or not finite are reported with their positions later on.
+        odd = np.flatnonzero(np.isfinite(norms) & (norms > 0) & (np.abs(norms - 1) > UNIT_TOLERANCE))
+        if len(odd):
+            raise ConfigError(
+                f"{self.name} subtracts a mean of unit embeddings, and item {odd[0]} has length "
+                f"{norms[odd[0]]:.3g}: encode with normalize=True, or take a filter that does not centre."
+            )
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file: matrix and means, and the fingerprint's parts as metadata."""

@@ -138,6 +138,28 @@ def test_apply_by_numpy_and_the_distances_of_the_projection(unembedding):
     np.testing.assert_array_equal(unit, made.apply(x, role="query"))
 
 
+def test_states_of_any_length_go_through_the_same_linear_map(unembedding):
+    made = EmbFilter.from_unembedding(unembedding, "edge", 4)
+    unit = np.eye(48, dtype=np.float32)[:3]
+    states = unit * np.array([[200.0], [3.0], [0.5]], np.float32)
+    np.testing.assert_allclose(
+        made.apply(states, normalize=False), [[200], [3], [0.5]] * made.matrix.T[:3], rtol=1e-5
+    )
+    np.testing.assert_allclose(made.apply(states), made.apply(unit), atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_filter_with_means_takes_unit_embeddings_alone(unembedding, normalize):
+    x = np.random.default_rng(0).normal(size=(60, 48)).astype(np.float32)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    made = EmbFilter.from_unembedding(unembedding, "calibrated", 4, corpus=x, queries=x[:9])
+    rounded = x.astype(np.float16).astype(np.float32)
+    assert made.apply(rounded, normalize=normalize).shape == (60, 12)
+    x[7] *= 31
+    with pytest.raises(ConfigError, match="calibrated-r4 subtracts a mean .* item 7 has length 31: encode"):
+        made.apply(x, normalize=normalize)
+
+
 @pytest.mark.parametrize("shape", [(48,), (2, 47), (2, 3, 48)])
 def test_apply_refuses_another_shape(unembedding, shape):
     with pytest.raises(ConfigError, match=r"takes \[n, 48\]"):

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed lens config embedding "
-    "nodes store vector_store fitting ingestion refiltering metrics eval_set set_check "
-    "evaluation choose drafting judge"
+    "nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick set_check "
+    "evaluation choose drafting judge benchmark"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
@@ -21,6 +21,8 @@ DOORS = {
     "openai": {"judge"},
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
+    "mteb": {"benchmark"},
+    "sentence_transformers": {"yardstick"},
     "qdrant_edge": {"store"},
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
+from rag_embfilter.encoder import unit_embeddings
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.templates import TEMPLATES, resolve_template
 from tests import tiny
@@ -92,6 +93,16 @@ def test_progress_counts_each_text_once_over_all_passes(both):
     seen = []
     both.encode_documents(TEXTS, progress=seen.append)
     assert sum(seen) == len(TEXTS)
+
+
+def test_states_become_the_unit_embeddings_of_the_same_texts(both, apart):
+    for encoder, templates in ((both, 2), (apart[0], 1)):
+        states = encoder.encode_documents(TEXTS, normalize=False)
+        kept = states.copy()
+        np.testing.assert_allclose(
+            unit_embeddings(states, templates), encoder.encode_documents(TEXTS), atol=1e-6
+        )
+        np.testing.assert_array_equal(states, kept)
 
 
 def test_a_plain_filter_is_block_diagonal_with_the_dimensions_shared(both, apart):

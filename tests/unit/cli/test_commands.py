@@ -25,6 +25,7 @@ COMMANDS = [
     ["search"],
     ["evaluate"],
     ["choose"],
+    ["mteb"],
     ["refit-queries"],
     ["refilter"],
     ["cost"],
