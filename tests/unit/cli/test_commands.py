@@ -147,6 +147,7 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
         "points_removed": 0,
         "failed": [],
         "not_read": [],
+        "sources_gone": [],
         "skipped": [],
         "truncated": {"texts": 4, "truncated": 0, "tokens_lost": 0},
         "engine": "local",
