@@ -19,7 +19,7 @@ from rag_embfilter.errors import BackboneError
 from rag_embfilter.files import cache_folder, file_sha256
 
 PATIENCE = 180  # seconds for the server to be ready
-METRICS = ("context_recall", "answer_relevancy")
+METRIC = "answer_relevancy"  # RAGAS's shortest prompt
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +97,15 @@ def test_a_run_with_a_judge_too_small_ends_with_everything_counted(
     monkeypatch.setenv("EMBFILTER_CACHE", str(tmp_path / "cache"))
     words = ["evaluate", two_questions, "--qdrant-path", tmp_path / "qdrant", "--device", "cpu"]
     words += ["--backbone", served.removeprefix("openai:").rpartition("@")[0], "--filter-ratios", "2"]
-    words += ["--judge", served, "--judged-metrics", *METRICS, "--judge-filters", "raw", "--judge-top-k", "1"]
-    words += ["--judge-timeout", "60", "--judge-max-tokens", "48", "--concurrency", "1", "--max-failed", "1"]
+    words += ["--judge", served, "--judged-metrics", METRIC, "--judge-filters", "raw", "--judge-top-k", "1"]
+    words += ["--judge-timeout", "30", "--judge-max-tokens", "24", "--concurrency", "1", "--max-failed", "1"]
     assert main([str(word) for word in [*words, "--json", tmp_path / "result.json"]]) == 0
     assert "RAGAS, judged by" in capsys.readouterr().out
     (page,) = json.loads((tmp_path / "result.json").read_text())["sets"]
     raw = page["results"][0]
-    for name in METRICS:
-        metric = raw["ragas"][name]
-        assert metric["scored"] + metric["failed"] == 2
-        assert set(metric["scores"]) | set(metric["failures"]) == {"q1", "q2"}
-        assert sum(metric["reasons"].values()) == metric["failed"]
+    metric = raw["ragas"][METRIC]
+    assert metric["scored"] + metric["failed"] == 2
+    assert set(metric["scores"]) | set(metric["failures"]) == {"q1", "q2"}
+    assert sum(metric["reasons"].values()) == metric["failed"]
     assert all(answer["text"] or answer["failure"] for answer in raw["answers"].values())
-    assert 4 <= page["judge"]["usage"][served]["calls"] <= 6
+    assert 2 <= page["judge"]["usage"][served]["calls"] <= 4

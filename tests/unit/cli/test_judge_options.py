@@ -18,6 +18,12 @@ from tests.unit.cli.checks import HOLIDAY, LAPTOP, refused
 pytestmark = pytest.mark.usefixtures("no_key")
 
 
+@pytest.fixture(autouse=True)
+def cache_of_this_test(tmp_path, monkeypatch):
+    """A later server may get the port of an earlier one, and with it the answers that were kept."""
+    monkeypatch.setenv("EMBFILTER_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def asked_set(tmp_path: Path) -> Path:
     """Three questions with reference answers over two passages."""
