@@ -12,6 +12,7 @@ from pipelines import show
 from rag_embfilter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rag_embfilter.drafting import Draft
     from rag_embfilter.eval_set import EvalSet, Passage
 
 WORDS = re.compile(r"\w+")
@@ -30,6 +31,13 @@ def make_eval_set(
             metavar="FILE", help="A set's review.csv as you edited it: its questions anew from that."
         ),
     ] = None,
+    generator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="openai:MODEL[@URL]",
+            help="Let a model write the questions and reference answers; key from OPENAI_API_KEY.",
+        ),
+    ] = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions to draft.")] = 60,
     chunk_size: Annotated[int, typer.Option(help="Longest passage, about so many tokens.")] = 256,
     seed: Annotated[int, typer.Option(help="Draws the passages that are asked for.")] = 0,
@@ -39,11 +47,11 @@ def make_eval_set(
 ) -> None:
     """Turn documents into an evaluation set: passages, drafted questions, and review.csv for a person.
 
-    The questions are titles and first sentences, taken out of their passages: a proxy that ranks filters
-    much as real questions do. Edit review.csv (drop rows, reword questions, set grades, add rows for
-    further passages that answer), then give it to --review.
+    With --generator a model writes the questions; without, they are titles and first sentences, taken out
+    of their passages: a proxy that ranks filters much as real questions do. Edit review.csv (drop rows,
+    reword questions, set grades, add rows for further passages that answer), then give it to --review.
     """
-    from rag_embfilter.drafting import apply_review
+    from rag_embfilter.drafting import apply_review, pseudo_drafts, write_set
 
     if review is not None:
         if sources or output:
@@ -52,20 +60,41 @@ def make_eval_set(
         return
     if not sources or output is None:
         raise ConfigError("give SOURCE... and --output FOLDER, or --review FILE.")
+    if (output / "corpus.jsonl").exists():
+        raise ConfigError(
+            f"{str(output)!r} holds an evaluation set; choose another folder, or --review its file."
+        )
     passages = _passages(sources, chunk_size, text_column, title_column, encoding)
-    _say(_draft(passages, output, questions, seed), output)
+    if generator is None:
+        corpus, drafts = pseudo_drafts(passages, questions, seed)
+    else:
+        corpus, drafts = passages, _written(passages, generator, questions, seed)
+    _say(write_set(output, corpus, drafts), output)
+    review = output / "review.csv"
     show.out.print(
-        f"Questions are titles and first sentences. Edit {show.escape(str(output / 'review.csv'))}, then: "
-        f"python -m pipelines make-eval-set --review {show.escape(str(output / 'review.csv'))}",
+        f"Edit {show.escape(str(review))}, then: python -m pipelines make-eval-set --review "
+        f"{show.escape(str(review))}. Then look it over: python -m pipelines check-eval-set "
+        f"{show.escape(str(output))}",
         soft_wrap=True,
     )
 
 
-def _draft(passages: dict[str, Passage], output: Path, questions: int, seed: int) -> EvalSet:
-    from rag_embfilter.drafting import pseudo_drafts, write_set
+def _written(passages: dict[str, Passage], generator: str, questions: int, seed: int) -> list[Draft]:
+    """Questions that a model writes for passages drawn over the whole corpus, with a bar."""
+    from rag_embfilter.drafting import chosen_passages
+    from rag_embfilter.files import cache_folder
+    from rag_embfilter.judge.endpoint import Asking, EndpointSpec
+    from rag_embfilter.judge.questions import written_drafts
 
-    corpus, drafts = pseudo_drafts(passages, questions, seed)
-    return write_set(output, corpus, drafts)
+    spec = EndpointSpec.parse(generator)
+    asked = chosen_passages(passages, questions, seed)
+    with show.progress_bar() as progress:
+        task = progress.add_task(f"{spec.model} writes", total=len(asked), unit="questions")
+        drafts, failures = written_drafts(
+            passages, asked, spec, Asking(cache=cache_folder("judge")), lambda n: progress.advance(task, n)
+        )
+    show.listed("No question", [(reason, f"{n} passages") for reason, n in failures.items()])
+    return drafts
 
 
 def _passages(

@@ -49,7 +49,7 @@ def run(tmp_path, llama, encoder, capsys):
             given += ["--backbone", str(llama)]
         if given[0] in ("ingest", "evaluate", "search") and "--device" not in given:
             given += ["--device", "cpu"]
-        if "--qdrant-path" not in given and given[0] not in ("compare", "check-eval-set"):
+        if "--qdrant-path" not in given and given[0] not in ("compare", "check-eval-set", "make-eval-set"):
             given += ["--qdrant-path", str(tmp_path / "qdrant")]
         capsys.readouterr()
         code = main(given)
