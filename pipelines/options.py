@@ -146,7 +146,7 @@ Quantization = Annotated[
     str,
     typer.Option(
         help="none, scalar (a byte a dimension) or binary (a bit), beside the whole vectors, which rank "
-        "again; for new collections on a server or Edge, as are the next two.",
+        "again; for new collections on a server or Edge, as are the next three.",
         rich_help_panel=STORE,
     ),
 ]
@@ -174,6 +174,10 @@ Bm25 = Annotated[
         "multilingual.",
         rich_help_panel=STORE,
     ),
+]
+HnswM = Annotated[
+    int | None,
+    typer.Option(help="Links of a point in the index; by default 16.", rich_help_panel=STORE),
 ]
 Shards = Annotated[
     int | None, typer.Option(help="Parts of a collection in a cluster.", rich_help_panel=STORE)
@@ -340,8 +344,8 @@ def open_store(
     if store.embedded and settings != Layout():
         store.close()
         raise ConfigError(
-            "quantization, on-disk and float16 are a server's or Edge's; give --qdrant-url or --edge, or "
-            "leave them out: the embedded store keeps whole vectors in memory."
+            "quantization, on-disk, float16 and hnsw-m are a server's or Edge's; give --qdrant-url or "
+            "--edge, or leave them out: the embedded store keeps whole vectors in memory."
         )
     return store
 

@@ -51,6 +51,7 @@ def refilter(
     quantization: options.Quantization = "none",
     on_disk: options.OnDisk = False,
     float16: options.Float16 = False,
+    hnsw_m: options.HnswM = None,
     shards: options.Shards = None,
     replicas: options.Replicas = None,
     json_file: options.JsonFile = None,
@@ -78,6 +79,7 @@ def refilter(
         quantization=quantization,
         on_disk=on_disk,
         float16=float16,
+        hnsw_m=hnsw_m,
         shards=shards,
         replicas=replicas,
     ) as store:

@@ -74,6 +74,4 @@ def test_the_embedded_store_says_that_it_has_no_layout(llama, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one")
     arguments = ["ingest", str(tmp_path / "a.txt"), "--collection", "c", "--backbone", str(llama)]
     assert main([*arguments, "--qdrant-path", str(tmp_path / "q"), "--quantization", "scalar"]) == 1
-    assert "are a server's or Edge's; give --qdrant-url or --edge" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert "are a server's or Edge's; give" in " ".join(capsys.readouterr().err.split())
