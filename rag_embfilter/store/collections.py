@@ -6,12 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from qdrant_client import models
 
-from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, FingerprintMismatch, StoreError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Fingerprint
@@ -20,6 +19,10 @@ from rag_embfilter.store.connected import Connected
 from rag_embfilter.store.described import KEY, CollectionInfo, check_name, filter_file, made_by, mean_of
 from rag_embfilter.store.layout import FEW_FOR_BINARY, quantization_of
 from rag_embfilter.store.points import VECTOR
+
+if TYPE_CHECKING:
+    # Loads torch, which looking at collections does without.
+    from rag_embfilter.encoder import Encoder
 
 logger = logging.getLogger(__name__)
 

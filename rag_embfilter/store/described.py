@@ -5,16 +5,19 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qdrant_client.local.qdrant_local import INVALID_NAME_CHARS
 
-from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.recipes import RECIPES
 from rag_embfilter.store.bm25 import Bm25
+
+if TYPE_CHECKING:
+    # Loads torch, which looking at collections does without.
+    from rag_embfilter.encoder import Encoder
 
 KEY = "embfilter"  # our part of a collection's metadata
 
