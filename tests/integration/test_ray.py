@@ -93,7 +93,9 @@ def spread(cluster, llama):
 
 
 def _pids(encoder) -> list[int]:
-    return [int(member.name.split("process ")[1].rstrip(")")) for member in encoder._crew.members]
+    """Processes of the actors that have said hello; one that took over a moment ago may not have."""
+    greeted = [member.name for member in encoder._crew.members if "process " in member.name]
+    return [int(name.split("process ")[1].rstrip(")")) for name in greeted]
 
 
 def _gone(pid: int, seconds: float = 10) -> bool:
