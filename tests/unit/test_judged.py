@@ -304,7 +304,15 @@ def test_a_server_that_is_not_there_is_said_so():
     assert found.rows["raw"].metrics["context_recall"].failures == {"q": "no connection"}
 
 
-def test_an_interrupted_run_stops_and_goes_on_from_its_cache(tmp_path):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a shell starts jobs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_stops_and_goes_on_from_its_cache(tmp_path, interruptible):
     def rule(prompt: str, times: int):
         if "Is it 2?" in prompt and times == 1:
             os.kill(os.getpid(), signal.SIGINT)
