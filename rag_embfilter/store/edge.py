@@ -31,7 +31,7 @@ from rag_embfilter.store import edge_models as words
 from rag_embfilter.store.connection import EDGE_MARK as MARK
 from rag_embfilter.store.described import check_name
 
-# Edge maps files as large as this many of its pages, before the first point is written.
+# Bytes that must be free: Edge maps whole files, some 100 MB a collection, before the first point is written.
 RESERVE = 256 << 20
 DONE = models.UpdateResult(operation_id=0, status=models.UpdateStatus.COMPLETED)
 
