@@ -91,6 +91,10 @@ def refilter(
             )
             _vouched(store, source_collection, encoder, base)
         filters, specs = options.make_filters(encoder, filter_types, filter_ratios, False, keep)
+        for spec in specs if questions else ():
+            if store.exists(name := f"{base}-{spec.filter_type}-r{spec.filter_ratio}"):
+                said = f"{name} is there: its queries are centred on the questions given now."
+                show.out.print(show.escape(said), soft_wrap=True)
         filters += [fit_in_use(spec, encoder, store, base, questions) for spec in specs]
         wanted = [embfilter for embfilter in filters if embfilter.name != "raw"]
         terms = None if bm25 is None else Bm25(bm25)
