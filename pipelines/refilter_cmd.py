@@ -10,7 +10,7 @@ import typer
 
 from pipelines import options, show
 from rag_embfilter.errors import ConfigError, FingerprintMismatch
-from rag_embfilter.recipes import DEFAULT_KEEP
+from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
@@ -92,7 +92,8 @@ def refilter(
             _vouched(store, source_collection, encoder, base)
         filters, specs = options.make_filters(encoder, filter_types, filter_ratios, False, keep)
         for spec in specs if questions else ():
-            if store.exists(name := f"{base}-{spec.filter_type}-r{spec.filter_ratio}"):
+            name = f"{base}-{spec.filter_type}-r{spec.filter_ratio}"
+            if RECIPES[spec.filter_type].centred and store.exists(name):
                 said = f"{name} is there: its queries are centred on the questions given now."
                 show.out.print(show.escape(said), soft_wrap=True)
         filters += [fit_in_use(spec, encoder, store, base, questions) for spec in specs]
