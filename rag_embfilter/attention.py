@@ -1,8 +1,8 @@
-"""The attention a backbone uses: on a processor two matrix products for short texts, on CUDA the fastest.
+"""The attention a backbone uses: PyTorch's, but for bfloat16 on a processor, and flash-attention on CUDA.
 
-PyTorch's fused kernel for processors is made for long sequences. For the lengths that passages and
-questions have, plain products are faster, most of all in bfloat16. Models find them through
-transformers' attention interface; no modeling code is touched.
+PyTorch's fused kernel for processors gains nothing by bfloat16. For the lengths that passages and
+questions have, two plain products take half its time. Models find them through transformers' attention
+interface; no modeling code is touched.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ SHORT = 512
 def choose_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Give a model the fastest attention present, where it would else use PyTorch's kernel.
 
-    On CUDA flash-attention when it is installed and the dtype is a half; on a processor `short_attention`.
+    On CUDA flash-attention when it is installed and the dtype is a half; on a processor `short_attention`
+    in bfloat16.
     """
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return
-    if device.type == "cpu":
+    if device.type == "cpu" and dtype == torch.bfloat16:
         AttentionInterface.register(NAME, short_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)

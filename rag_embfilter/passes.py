@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -27,8 +28,8 @@ FloatArray = NDArray[np.float32]
 Tell = Callable[[Sequence[int]], None]
 # A processor's caches favour small batches, a GPU's width favours large ones. Beside each, the padding in
 # tokens that costs as much as one more batch.
-BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
-SPARE = {"cpu": 32, "cuda": 1024}
+BATCH_TOKENS = {"cpu": 512, "cuda": 32768}
+SPARE = {"cpu": 64, "cuda": 1024}
 # A common prefix is kept when it is at least this share of a batch's longest row; for less, what it saves
 # is spent on joining it (docs/performance.md).
 WORTHWHILE = 0.1
@@ -158,14 +159,18 @@ class Passes:
         # A causal model never looks right, so padding there needs no mask, and none keeps the fast kernels.
         # Padding on the left needs one, and positions counted from the first real token.
         layout: dict[str, Any] = {"use_cache": False}
+        cache = None
         if self.padding_side == "left":
             layout |= {
                 "attention_mask": batch.mask,
                 "position_ids": (batch.mask.cumsum(1) - 1).clamp(min=0),
             }
         elif prefix:
-            layout = self._after(prefix, len(rows))
+            cache = self._after(prefix, len(rows))
+            layout = {"use_cache": True, self._cache_name: cache}
         hidden = self.model(input_ids=batch.ids, **layout).last_hidden_state
+        if cache is not None:
+            cache.layers.clear()  # a device's memory must not wait for Python to find it free
         parts = [
             pool.mean(hidden, batch.span) if each == "mean" else pool.last_token(hidden, batch.mask)
             for each in poolings
@@ -185,19 +190,23 @@ class Passes:
             and config.model_type in KNOWN_FAMILIES
         )
 
-    def _after(self, prefix: list[int], count: int) -> dict[str, Any]:
-        """Arguments that let a batch of so many rows go on after a prefix."""
-        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+    @cached_property
+    def _cache_name(self) -> str:
+        known = inspect.signature(self.model.forward).parameters
+        return "cache" if "cache" in known else "past_key_values"
+
+    def _after(self, prefix: list[int], count: int) -> Any:
+        """A cache that lets a batch of so many rows go on after a prefix."""
         config = self.backbone.model.config
         if tuple(prefix) not in self._prefixes:
             kept: Any = DynamicCache(config=config)
             ids = torch.tensor([prefix], device=self.backbone.device)
-            self.model(input_ids=ids, use_cache=True, **{name: kept})
+            self.model(input_ids=ids, use_cache=True, **{self._cache_name: kept})
             self._prefixes[tuple(prefix)] = [(layer.keys, layer.values) for layer in kept.layers]
         cache = DynamicCache(config=config)
         for number, (keys, values) in enumerate(self._prefixes[tuple(prefix)]):
             cache.update(keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1), number)
-        return {"use_cache": True, name: cache}
+        return cache
 
 
 class _Run:
@@ -217,7 +226,9 @@ class _Run:
 
     def go(self, tell: Tell | None) -> None:
         """Do every batch."""
-        waiting = deque(self._batches(range(len(self.rows))))
+        empty = [i for i, row in enumerate(self.rows) if not len(row.ids)]
+        self.problems |= dict.fromkeys(empty, "the tokenizer gives no token for it")
+        waiting = deque(self._batches([i for i in range(len(self.rows)) if i not in self.problems]))
         while waiting:
             chosen = waiting.popleft()
             if self._done(chosen):

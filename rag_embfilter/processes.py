@@ -16,7 +16,7 @@ import torch
 from rag_embfilter.backbone import Backbone, load_backbone, origin
 from rag_embfilter.errors import ClusterError, FingerprintMismatch
 from rag_embfilter.inputs import Row
-from rag_embfilter.passes import Passed, Passes, Tell
+from rag_embfilter.passes import BATCH_TOKENS, Passed, Passes, Tell
 
 # Parts a process gets of each run: more of them end together, fewer fill batches better.
 PARTS_EACH = 4
@@ -64,7 +64,7 @@ class ProcessPasses:
         name, revision = origin(backbone)
         threads = max(1, (os.cpu_count() or 1) // len(devices))
         self.devices = list(devices)
-        self.batch_tokens = batch_tokens or 32768
+        self.batch_tokens = batch_tokens or BATCH_TOKENS[torch.device(devices[0]).type]
         self._recipe = _Recipe(
             name, revision, backbone.identity, backbone.dtype, batch_tokens, compiled, threads
         )

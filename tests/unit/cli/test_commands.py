@@ -132,7 +132,7 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
     assert done.code == 0
     assert "Documents: 4 added, 0 changed, 0 removed, 0 unchanged, 0 failed." in done.out
     assert "Chunks: 4 encoded, 0 filtered from raw, 0 unchanged; 0 old points removed." in done.out
-    assert "Model: 178 tokens, 9.2% padding; a common prefix saved 100." in done.out
+    assert "Model: 178 tokens, 19.1% padding; a common prefix saved 100." in done.out
     written = json.loads((tmp_path / "in.json").read_text())
     assert written["ingest"] == {
         "collections": ["docs-raw", "docs-edge-r2", "docs-edge-r4", "docs-edge-r8"],
@@ -152,7 +152,7 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
         "skipped": [],
         "encoding": {
             "tokens": 178,
-            "padding": 18,
+            "padding": 42,
             "saved": 100,
             "retried": 0,
             "texts": 4,
