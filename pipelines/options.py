@@ -60,12 +60,12 @@ MaxLength = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1, ...; CUDA if there is one.", rich_help_panel=MODEL),
+    typer.Option(help="cpu, cuda, cuda:1, ..., or cuda:all; CUDA if there is one.", rich_help_panel=MODEL),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 or float16; by default bfloat16 on CUDA, float32 on a CPU.",
+        help="float32, bfloat16 or float16; by default bfloat16 on CUDA and on CPUs that have it in hardware.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -76,10 +76,10 @@ class EmbFilterEmbedding(BaseEmbedding):
     # What follows changes no vector beyond rounding, so it takes no part in `to_dict`, from which
     # LlamaIndex makes its cache keys.
     device: str | None = Field(
-        default=None, exclude=True, description="cpu, cuda, cuda:1, ...; by default CUDA if there is one."
+        default=None, exclude=True, description="cpu, cuda, cuda:1, ..., or cuda:all; by default CUDA if there is one."
     )
     dtype: str | None = Field(
-        default=None, exclude=True, description="float32, bfloat16 or float16; bfloat16 on CUDA by default."
+        default=None, exclude=True, description="float32, bfloat16 or float16; by default as load_backbone."
     )
     batch_tokens: int | None = Field(
         default=None, exclude=True, description="Tokens in a batch, padding included."
