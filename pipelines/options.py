@@ -353,7 +353,7 @@ def open_store(
 def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:
     """Name of the single filter that a search asks for."""
     if len(types) != 1 or len(ratios) != 1:
-        raise ConfigError("a search takes one filter type and one ratio.")
+        raise ConfigError("a search or an export takes one filter type and one ratio.")
     if types[0] not in FILTER_TYPES:
         raise ConfigError(f"filter_type {types[0]!r}: expected one of {', '.join(FILTER_TYPES)}.")
     return "raw" if types[0] == "raw" or ratios[0] == 1 else f"{types[0]}-r{ratios[0]}"

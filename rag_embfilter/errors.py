@@ -58,5 +58,9 @@ class ClusterError(EmbFilterError):
     """The machines that encode cannot be reached, or are lost again and again."""
 
 
+class ExportError(EmbFilterError):
+    """An exported model does not give the vectors it was made to give."""
+
+
 class MissingExtraError(EmbFilterError, ImportError):
     """An optional dependency is absent or broken; the message says what to install."""
