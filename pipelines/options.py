@@ -84,6 +84,32 @@ NumActors = Annotated[
         help="Actors of --engine ray; by default one a GPU, or one a machine.", rich_help_panel=MODEL
     ),
 ]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenAI-compatible server that encodes with this backbone (vLLM, llama.cpp, TEI, ...); "
+        "filters are applied here. Its key is read from EMBFILTER_ENDPOINT_KEY.",
+        rich_help_panel=MODEL,
+    ),
+]
+EndpointModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The backbone's name there; by default the first that it lists.",
+        rich_help_panel=MODEL,
+    ),
+]
+EndpointPrompts = Annotated[
+    str,
+    typer.Option(
+        metavar="tokens|text",
+        help="What the server is sent: token ids, for the same vectors as here; or text, for servers that "
+        "take no token ids, with a fingerprint of its own.",
+        rich_help_panel=MODEL,
+    ),
+]
 FilterTypes = Annotated[
     list[str],
     typer.Option(help=f"One or more of {', '.join(FILTER_TYPES)}: what is removed.", rich_help_panel=FILTER),
@@ -250,8 +276,33 @@ def make_encoder(
     dtype: str | None = None,
     engine: str = "local",
     num_actors: int | None = None,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
+    endpoint_prompts: str = "tokens",
 ) -> Encoder:
-    """The encoder that the shared options describe; to be closed when it is a cluster's."""
+    """The encoder that the shared options describe; to be closed when it is a cluster's or a server's."""
+    words = template[0] if len(template) == 1 else template
+    if endpoint is not None:
+        from rag_embfilter.endpoint import EndpointEncoder
+
+        if engine != "local" or num_actors is not None or device is not None:
+            raise ConfigError(
+                "--endpoint encodes on a server; leave --engine, --num-actors and --device out."
+            )
+        return EndpointEncoder(
+            endpoint,
+            backbone,
+            words,
+            pooling,
+            max_length,
+            dtype,
+            model=endpoint_model,
+            prompts=endpoint_prompts,
+            revision=revision,
+            query_template=query_template,
+        )
+    if endpoint_model is not None or endpoint_prompts != "tokens":
+        raise ConfigError("endpoint-model and endpoint-prompts go with --endpoint URL.")
     if engine not in ("local", "ray"):
         raise ConfigError(f"engine {engine!r}: expected local or ray.")
     make: Callable[..., Encoder]
@@ -269,7 +320,7 @@ def make_encoder(
         make = Encoder
     return make(
         backbone,
-        template[0] if len(template) == 1 else template,
+        words,
         pooling,
         max_length,
         device,

@@ -58,6 +58,10 @@ class ClusterError(EmbFilterError):
     """The machines that encode cannot be reached, or are lost again and again."""
 
 
+class EndpointError(EmbFilterError):
+    """A server that encodes cannot be reached, refuses, or answers with something else."""
+
+
 class ExportError(EmbFilterError):
     """An exported model does not give the vectors it was made to give."""
 

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each may import only from those before it.
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
-    "recipes making filters penalty encoder cluster distributed lens config embedding export "
-    "nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick set_check "
-    "evaluation choose drafting judge benchmark"
+    "recipes making filters penalty encoder cluster distributed endpoint verifying lens config "
+    "embedding export nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick "
+    "set_check evaluation choose drafting judge benchmark"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
