@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed endpoint verifying lens config "
-    "embedding export nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick "
-    "set_check evaluation choose drafting judge benchmark"
+    "embedding export nodes store vector_store langchain fitting ingestion refiltering metrics eval_set "
+    "yardstick set_check evaluation choose drafting judge benchmark"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
@@ -21,6 +21,8 @@ DOORS = {
     "openai": {"judge"},
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
+    "langchain_core": {"langchain"},
+    "langchain_qdrant": {"langchain"},
     "mteb": {"benchmark"},
     "sentence_transformers": {"yardstick"},  # and the process that checks an export
     "qdrant_edge": {"store"},
