@@ -18,6 +18,8 @@ from rag_embfilter.errors import ConfigError, ExportError
 from rag_embfilter.export import export_sentence_transformers
 from tests import tiny
 
+pytest.importorskip("sentence_transformers", reason="the export extra is not installed")
+
 
 @pytest.fixture
 def unchecked(monkeypatch):
