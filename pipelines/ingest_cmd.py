@@ -296,8 +296,13 @@ def _print(report: IngestReport, reader: SourceReader, encoder: Encoder, store: 
         f"Chunks: {report.encoded:,} encoded, {report.refiltered:,} filtered from raw, "
         f"{report.nodes_unchanged:,} unchanged; {report.points_removed:,} old points removed."
     )
-    if encoder.stats.truncated:
-        show.out.print(f"{encoder.stats} (longer than --max-length).")
+    if (stats := encoder.stats).tokens:
+        show.out.print(
+            f"Model: {stats.tokens:,} tokens, {stats.padding_share:.1%} padding; "
+            f"a common prefix saved {stats.saved:,}."
+        )
+    if stats.truncated:
+        show.out.print(f"{stats} (longer than --max-length).")
     if reader.skipped:
         kinds = " ".join(sorted({printable(file.suffix) or "(none)" for file in reader.skipped}))
         show.out.print(f"{len(reader.skipped)} files of other types passed over: {show.escape(kinds)}")
@@ -316,7 +321,7 @@ def _write(
         "not_read": reader.failed,
         "sources_gone": [printable(source) for source in vanished],
         "skipped": [printable(str(file)) for file in reader.skipped],
-        "truncated": vars(encoder.stats),
+        "encoding": vars(encoder.stats),
         "engine": encoder.engine,
     }
     write_json(path, provenance(encoder) | {"ingest": result})

@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from rag_embfilter.attention import choose_attention
+from rag_embfilter.devices import DTYPES, pick_device, pick_dtype
 from rag_embfilter.errors import BackboneError, ConfigError
 from rag_embfilter.files import cache_folder, file_sha256, whole_folder
 
@@ -45,7 +47,6 @@ IDENTITY_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt", "*.jin
 _LOADED: WeakValueDictionary[tuple[Any, ...], Backbone] = WeakValueDictionary()
 CHECKSUM = "model.sha256"
 GGUF_PADDING = re.compile(r"\[PAD\d+\]")  # how a GGUF names rows that no token uses
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,25 +138,28 @@ def load_backbone(
         name: `smollm2` (packaged weights), a path, or a hub id. Remote code is never run.
         revision: branch, tag or commit of a hub model.
         device: `cpu`, `cuda`, `cuda:1`, ...; by default CUDA when there is one, else the CPU.
-        dtype: `float32`, `bfloat16` or `float16`; by default bfloat16 on CUDA, else float32.
+        dtype: `float32`, `bfloat16` or `float16`; by default bfloat16 on CUDA and on processors that have
+            it in hardware, else float32.
 
     Raises:
         BackboneError: not found, not readable, no unembedding, or not causal.
         ConfigError: unknown device or dtype, or a revision of something that has none.
     """
     where = pick_device(device)
-    kind = pick_dtype(dtype, where)
+    pick_dtype(dtype, where)  # a wrong one is named before anything is read
     source, pinned = _locate(name)
     if pinned and revision is not None:
         raise ConfigError(f"revision {revision!r} pins a hub model, and {name!r} is a local file or folder.")
-    key = (source, pinned or revision, str(where), kind)
-    if (loaded := _LOADED.get(key)) is not None:
-        return loaded
+    place = (source, pinned or revision, str(where))
+    for loaded in [_LOADED.get((*place, kind)) for kind in DTYPES.values()]:
+        if loaded is not None and loaded.dtype == pick_dtype(dtype, where, loaded.hidden_size):
+            return loaded
     with quiet_transformers():
         causal_lm, tokenizer = _load(source, name, revision if not pinned else None)
     if not pinned:
         pinned = getattr(causal_lm.config, "_commit_hash", None) or revision or "unpinned"
     base, unembedding = _parts(causal_lm, name)
+    kind = pick_dtype(dtype, where, unembedding.shape[1])
     _probe(causal_lm, base, name)
     backbone = Backbone(
         name=name,
@@ -173,7 +177,8 @@ def load_backbone(
         # Parameters only: `to(dtype)` would also round the rotary frequencies, which are buffers.
         parameter.data = parameter.data.to(kind)
     base.to(where)
-    _LOADED[key] = backbone
+    choose_attention(base, where, kind)
+    _LOADED[*place, kind] = backbone
     return backbone
 
 
@@ -194,29 +199,12 @@ def _reload(
     return backbone
 
 
-def pick_device(device: str | None) -> torch.device:
-    """The device asked for, checked; CUDA when there is one and nothing was asked."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
-            "expected cpu, cuda or cuda:N with a GPU present. Leave it out to pick one."
-        ) from error
-    return chosen
-
-
-def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype asked for, checked; bfloat16 on CUDA and float32 elsewhere when nothing was asked."""
-    if dtype is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or chosen not in DTYPES.values():
-        raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}.")
-    return chosen
+def origin(backbone: Backbone) -> tuple[str, str | None]:
+    """Name and revision that load a backbone again, also from another working folder."""
+    name, revision = backbone.name, backbone.revision
+    if not revision.startswith("sha256:"):
+        return name, revision
+    return (name if name in PACKAGED else str(Path(name).expanduser().resolve())), None
 
 
 def packaged_gguf(alias: str) -> Path:

@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rag_embfilter.backbone import load_backbone, pick_dtype
+from rag_embfilter.backbone import load_backbone, origin
 from rag_embfilter.cluster import Cluster, ray_module
-from rag_embfilter.encoder import BATCH_TOKENS, Encoder, EncodeStats, origin
+from rag_embfilter.devices import pick_dtype
+from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ClusterError, EmbFilterError, FingerprintMismatch
 from rag_embfilter.filters import Role
 from rag_embfilter.fingerprint import Fingerprint
+from rag_embfilter.passes import BATCH_TOKENS, Tell
 from rag_embfilter.templates import Template
+from rag_embfilter.windows import Window, told_from
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +80,13 @@ class RayEncoder(Encoder):
     ) -> None:
         self._cluster = Cluster(num_actors, device)
         kind = self._cluster.device
+        if dtype is None and kind == "cuda":
+            dtype = pick_dtype(None, torch.device(kind))
         try:
             super().__init__(
                 # The driver encodes nothing: its copy need not take a GPU's memory. The dtype is the actors',
                 # as collections record it.
-                load_backbone(backbone, revision, "cpu", dtype or pick_dtype(None, torch.device(kind))),
+                load_backbone(backbone, revision, "cpu", dtype),
                 template,
                 pooling,
                 max_length,
@@ -105,35 +110,46 @@ class RayEncoder(Encoder):
             self._crew.close()
             self._crew = None
 
-    def _encode_window(
-        self, texts: list[str], role: Role, done: EncodeStats, progress: Callable[[int], None] | None
-    ) -> FloatArray:
-        """Pooled float32 `[n, hidden]` of a window of texts, encoded part by part on the actors."""
+    def _windows(
+        self, several: Iterable[list[str]], role: Role, tell: Callable[[Sequence[int]], None] | None
+    ) -> Iterator[Window]:
+        """Windows of texts, each encoded part by part on the actors."""
+        start = 0
+        for texts in several:
+            with self._lock:
+                window = self._spread(texts, role, told_from(start, tell))
+            yield window
+            start += len(texts)
+
+    def _spread(self, texts: list[str], role: Role, tell: Tell | None) -> Window:
         if self._crew is None:
             self._cluster.open()
             self._crew = _Crew(self._cluster, _Recipe.of(self, self._cluster.device), self.fingerprint)
         parts = split(texts, self.parallel, self.batch_tokens, self.max_length)
-        pooled = np.empty((len(texts), self.hidden_size), dtype=np.float32)
+        whole = Window(
+            np.empty((len(texts), self.hidden_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
+        )
         try:
-            for number, (rows, stats) in self._crew.run([[texts[i] for i in part] for part in parts], role):
-                pooled[parts[number]] = rows
-                done += stats
-                if progress is not None:
-                    progress(len(parts[number]))
+            for number, window in self._crew.run([[texts[i] for i in part] for part in parts], role):
+                part = parts[number]
+                whole.states[part], whole.lost[part] = window.states, window.lost
+                whole.problems |= {part[i]: why for i, why in window.problems.items()}
+                whole.stats += window.stats
+                if tell is not None:
+                    tell(part * len(self._groups))  # as if group by group
         except BaseException:
             # Actors may still be at work on what nobody waits for: the next call gets fresh ones.
             self._release()
             raise
-        return pooled
+        return whole
 
 
 def split(texts: Sequence[str], actors: int, batch_tokens: int, max_length: int) -> list[list[int]]:
     """Positions of texts in parts of about equal work, each of texts of like length; longest first.
 
-    Like lengths waste little padding, and short parts at the end let all actors finish together. Equal
-    texts stay in one part, where they are encoded once.
+    Like lengths waste little padding, and short parts at the end let all actors finish together.
     """
-    order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     # A text over the limit is cut, and costs no more than the limit.
     costs = [min(len(texts[i]), CHARACTERS * max_length) for i in order]
     batch = CHARACTERS * batch_tokens
@@ -142,9 +158,6 @@ def split(texts: Sequence[str], actors: int, batch_tokens: int, max_length: int)
     parts: list[list[int]] = []
     filled = size
     for i, cost in zip(order, costs, strict=True):
-        if parts and texts[i] == texts[parts[-1][-1]]:
-            parts[-1].append(i)
-            continue
         if filled >= size:
             parts.append([])
             filled = 0
@@ -204,11 +217,10 @@ class _Worker:
             raise type(error)(f"on machine {platform.node()}: {error}") from None
         return _Hello(platform.node(), os.getpid(), dict(self.encoder.fingerprint.parts))
 
-    def encode(self, texts: list[str], role: Role) -> tuple[FloatArray, EncodeStats]:
-        """Pooled float32 `[n, hidden]`, neither scaled nor checked: the driver does that."""
+    def encode(self, texts: list[str], role: Role) -> Window:
+        """Texts after their passes, neither scaled nor checked: the driver does that."""
         assert self.encoder is not None
-        stats = EncodeStats()
-        return self.encoder._encode_window(texts, role, stats, None), stats
+        return self.encoder._pass(self.encoder._rows(texts, role), role, None)
 
 
 @dataclass(eq=False)
@@ -240,9 +252,7 @@ class _Crew:
             self.close()
             raise
 
-    def run(
-        self, parts: Sequence[list[str]], role: Role
-    ) -> Iterator[tuple[int, tuple[FloatArray, EncodeStats]]]:
+    def run(self, parts: Sequence[list[str]], role: Role) -> Iterator[tuple[int, Window]]:
         """Results by number of part, as they come."""
         waiting = deque(range(len(parts)))
         self.losses.clear()

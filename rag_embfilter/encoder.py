@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from rag_embfilter import pooling as pool
-from rag_embfilter.backbone import PACKAGED, Backbone, load_backbone
-from rag_embfilter.errors import ConfigError, EncodingError
-from rag_embfilter.filters import Role, unit_rows
+from rag_embfilter.backbone import Backbone, load_backbone, origin
+from rag_embfilter.devices import all_gpus, pick_dtype
+from rag_embfilter.errors import ConfigError
+from rag_embfilter.filters import Role
 from rag_embfilter.fingerprint import Fingerprint
-from rag_embfilter.inputs import Row, RowBuilder, batches, fault, pad
+from rag_embfilter.inputs import Row, RowBuilder
+from rag_embfilter.normalizing import checked, unit_parts
+from rag_embfilter.passes import Passes, Tell
+from rag_embfilter.processes import ProcessPasses
 from rag_embfilter.templates import Template, resolve_templates
+from rag_embfilter.windows import EncodeStats, Progress, Texts, Window, told_from, windows
 
 if TYPE_CHECKING:
     from rag_embfilter.spectrum import Spectrum
@@ -29,28 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float32]
-# Texts that are tokenised, sorted and batched together: enough to batch well, bounded in memory.
-WINDOW = 8192
-# A processor's caches favour small batches, a GPU's width favours large ones.
-BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
-
-
-@dataclass
-class EncodeStats:
-    """What an encoder has done so far: texts seen, texts cut, and tokens of text lost to the cut."""
-
-    texts: int = 0
-    truncated: int = 0
-    tokens_lost: int = 0
-
-    def __iadd__(self, other: EncodeStats) -> EncodeStats:
-        self.texts += other.texts
-        self.truncated += other.truncated
-        self.tokens_lost += other.tokens_lost
-        return self
-
-    def __str__(self) -> str:
-        return f"{self.truncated} of {self.texts} texts truncated, {self.tokens_lost}+ tokens lost"
 
 
 class Encoder:
@@ -65,11 +47,14 @@ class Encoder:
         pooling: `last`, `mean`, or `last+mean`, which joins both (as if the template were two, for one
             pass); by default what the template asks for.
         max_length: longest text in tokens, the template's own words not counted.
-        device, dtype: see `load_backbone`.
+        device, dtype: see `load_backbone`; `cuda:all` is one process per GPU (then a script needs
+            `if __name__ == "__main__":` around what it runs).
         revision: branch, tag or commit of a hub model.
         query_template: another template's name or format string for queries.
-        batch_tokens: tokens in a batch, padding included; changes speed and memory, not vectors.
+        batch_tokens: tokens in a batch, padding included; changes speed and memory, not vectors. Halved when
+            memory runs out.
         padding_side: `right` or `left`; changes nothing but the inputs' layout.
+        torch_compile: run the backbone through `torch.compile`: slow to start, faster on a GPU.
 
     Raises:
         ConfigError: an argument that is out of range or does not fit the backbone.
@@ -93,6 +78,7 @@ class Encoder:
         query_template: str | None = None,
         batch_tokens: int | None = None,
         padding_side: str = "right",
+        torch_compile: bool = False,
     ) -> None:
         several = [template] if isinstance(template, str | Template) else list(template)
         self.templates = resolve_templates(several, query_template, pooling)
@@ -109,23 +95,37 @@ class Encoder:
                 raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
         if padding_side not in ("right", "left"):
             raise ConfigError(f"padding_side {padding_side!r}: expected right or left.")
+        gpus = all_gpus(device)
         if isinstance(backbone, Backbone):
             if (revision, device, dtype) != (None, None, None):
                 raise ConfigError("revision, device and dtype belong to load_backbone; leave them out here.")
             self.backbone = backbone
+        elif len(gpus) > 1:  # this process only tokenises
+            dtype = dtype or pick_dtype(None, torch.device("cuda"))
+            self.backbone = load_backbone(backbone, revision, "cpu", dtype)
         else:
-            self.backbone = load_backbone(backbone, revision, device, dtype)
+            self.backbone = load_backbone(backbone, revision, gpus[0] if gpus else device, dtype)
         self.max_length = max_length
-        self.padding_side = padding_side
-        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.backbone.device.type, 8192)
         self.stats = EncodeStats()
         self._builders = [RowBuilder(self.backbone, each, max_length) for each in self.templates]
-        self._passes = _passes(self.templates)
+        self._groups = _groups(self.templates)
+        self._passes: Passes | ProcessPasses
+        if len(gpus) > 1:
+            self._passes = ProcessPasses(self.backbone, gpus, batch_tokens, torch_compile)
+            self.parallel, self.engine = len(gpus), f"a process on each of {', '.join(gpus)}"
+        else:
+            self._passes = Passes(self.backbone, batch_tokens, padding_side, torch_compile)
+        self._layout = {"padding_side": padding_side, "torch_compile": torch_compile}
         self._lock = threading.Lock()
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens in a batch, padding included, as they are by now."""
+        return self._passes.batch_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its settings; the backbone travels by name."""
-        layout = {"batch_tokens": self.batch_tokens, "padding_side": self.padding_side}
+        layout = self._layout | {"batch_tokens": self.batch_tokens}
         return _restore, (self.backbone, self.templates, self.max_length, self._named, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
@@ -133,6 +133,7 @@ class Encoder:
 
     def close(self) -> None:
         """Give back what the encoder holds outside this process: nothing, when it is a local one."""
+        self._passes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -237,82 +238,126 @@ class Encoder:
         """Raw embeddings of queries; as `encode_documents`, with the query's template."""
         return self._encode(texts, "query", normalize, progress)
 
+    def encode_stream(
+        self, texts: Iterable[str], role: Role = "document", normalize: bool = True
+    ) -> Iterator[FloatArray]:
+        """Raw embeddings of any number of texts, in bounded memory.
+
+        Args:
+            texts: read as they are needed, some thousands ahead; equal ones among those are encoded once.
+            role: `document` or `query`.
+            normalize: as in `encode_documents`.
+
+        Yields: float32 `[some, hidden]`, together one row per text, in input order.
+
+        Raises:
+            ConfigError: not texts but one text, or an unknown role.
+            EncodingError: as `encode_documents`; positions are counted from the first text, and the
+                embeddings carried are those of the rows that would have come next.
+        """
+        if isinstance(texts, str | bytes) or role not in ("document", "query"):
+            raise ConfigError(
+                f"encode_stream of a {type(texts).__name__} as {role!r}: expected an iterable of texts, as "
+                "'document' or 'query'."
+            )
+        return self._streamed(texts, role, normalize)
+
+    def _streamed(self, texts: Iterable[str], role: Role, normalize: bool) -> Iterator[FloatArray]:
+        sorted_ahead: deque[Texts] = deque()
+
+        def unique() -> Iterator[list[str]]:
+            for window in windows(texts, self.parallel):
+                sorted_ahead.append(Texts(window, self.backbone.tokens_without_row))
+                yield sorted_ahead[-1].unique
+
+        stats, first = EncodeStats(), 0
+        try:
+            for done in self._windows(unique(), role, None):
+                several = sorted_ahead.popleft()
+                yield self._finished(several, [done], normalize, stats, first)
+                first += several.size
+        finally:
+            self._count(stats)
+
     def _encode(
         self, texts: Sequence[str], role: Role, normalize: bool, progress: Callable[[int], None] | None
     ) -> FloatArray:
         if isinstance(texts, str | bytes):
             raise ConfigError(f"texts is one {type(texts).__name__}, expected a list of texts: [text].")
-        texts = list(texts)
-        unknown = self.backbone.tokens_without_row
-        problems = {i: why for i, text in enumerate(texts) if (why := fault(text, unknown))}
-        good = [i for i in range(len(texts)) if i not in problems]
-        pooled = np.zeros((len(texts), self.hidden_size), dtype=np.float32)
-        done = EncodeStats()
+        several = Texts(list(texts), self.backbone.tokens_without_row)
+        tell = None if progress is None else Progress(several.counts, len(self._groups), progress)
+        stats = EncodeStats()
+        try:
+            done = list(self._windows(windows(several.unique, self.parallel), role, tell))
+            return self._finished(several, done, normalize, stats)
+        finally:
+            self._count(stats)
+
+    def _count(self, stats: EncodeStats) -> None:
         with self._lock:
-            size = WINDOW * self.parallel
-            for start in range(0, len(good), size):
-                window = good[start : start + size]
-                pooled[window] = self._encode_window([texts[i] for i in window], role, done, progress)
-            self.stats += done
-        if done.truncated:
-            logger.warning("%s (limit %d tokens)", done, self.max_length)
-        if normalize and len(self.templates) > 1:
-            _unit_parts(pooled, len(self.templates))
-        return _checked(pooled, good, problems, normalize)
+            self.stats += stats
+        if stats.truncated:
+            logger.warning("%s (limit %d tokens)", stats, self.max_length)
 
-    def _encode_window(
-        self, texts: list[str], role: Role, done: EncodeStats, progress: Callable[[int], None] | None
+    def _finished(
+        self, several: Texts, done: Sequence[Window], normalize: bool, stats: EncodeStats, first: int = 0
     ) -> FloatArray:
-        """Pooled float32 `[n, hidden]` of a window of texts; equal texts are encoded once."""
-        unique = list(dict.fromkeys(texts))
-        place = {text: i for i, text in enumerate(unique)}
-        counts = np.bincount([place[text] for text in texts], minlength=len(unique))
-        width = self.backbone.hidden_size
-        pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
-        passed = told = 0
-        for numbers in self._passes:
-            rows = self._builders[numbers[0]].rows(unique, role)
-            for chosen in batches([len(row.ids) for row in rows], self.batch_tokens):
-                parts = self._forward([rows[i] for i in chosen], [self.templates[n] for n in numbers])
-                for number, part in zip(numbers, parts, strict=True):
-                    pooled[chosen, number * width : (number + 1) * width] = part.cpu().numpy()
-                passed += int(counts[chosen].sum())
-                if progress is not None and passed // len(self._passes) > told:
-                    progress(passed // len(self._passes) - told)
-                    told = passed // len(self._passes)
-            if numbers[0] == 0:
-                lost = np.array([row.lost for row in rows])
-                done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
-        return pooled[[place[text] for text in texts]]
+        """Windows of the texts that differ as embeddings of all texts, counted in `stats` and checked."""
+        problems = dict(several.problems)
+        start = 0
+        for window in done:
+            end = start + len(window.states)
+            counts = several.counts[start:end]
+            stats += window.stats
+            stats.texts += int(counts.sum())
+            stats.truncated += int(counts[window.lost > 0].sum())
+            stats.tokens_lost += int(counts @ window.lost)
+            problems |= several.everywhere({start + i: why for i, why in window.problems.items()})
+            start = end
+        pooled = several.spread([window.states for window in done], self.hidden_size)
+        if normalize and len(self.templates) > 1:
+            unit_parts(pooled, len(self.templates))
+        return checked(pooled, several.good, problems, normalize, first)
 
-    @torch.inference_mode()
-    def _forward(self, rows: list[Row], templates: Sequence[Template]) -> list[Tensor]:
-        """One pass of the backbone: float32 `[batch, hidden]` for each template's pooling, after the final
-        norm.
-        """
-        batch = pad(rows, self.backbone.tokenizer.pad_token_id or 0, self.padding_side)
-        ids, mask, span = (part.to(self.backbone.device) for part in (batch.ids, batch.mask, batch.span))
-        # A causal model never looks right, so padding there needs no mask: a mask of ones keeps the fast
-        # kernel. Padding on the left needs one, and positions counted from the first real token.
-        layout = {"attention_mask": torch.ones_like(mask)}
-        if self.padding_side == "left":
-            layout = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        hidden = self.backbone.model(input_ids=ids, use_cache=False, **layout).last_hidden_state
-        return [
-            pool.mean(hidden, span) if each.pooling == "mean" else pool.last_token(hidden, mask)
-            for each in templates
-        ]
+    def _windows(
+        self, several: Iterable[list[str]], role: Role, tell: Callable[[Sequence[int]], None] | None
+    ) -> Iterator[Window]:
+        """Windows of texts through the passes, the next one tokenised meanwhile."""
+        with ThreadPoolExecutor(1) as ahead:
+            waiting: deque[Future[list[list[Row]]]] = deque()
+            start = 0
+            for texts in several:
+                waiting.append(ahead.submit(self._rows, texts, role))
+                if len(waiting) > 1:
+                    yield (window := self._pass(waiting.popleft().result(), role, told_from(start, tell)))
+                    start += len(window.states)
+            for rows in waiting:
+                yield self._pass(rows.result(), role, told_from(start, tell))
+
+    def _rows(self, texts: list[str], role: Role) -> list[list[Row]]:
+        """Model inputs of texts, for each group of templates that shares a pass."""
+        return [self._builders[numbers[0]].rows(texts, role) for numbers in self._groups]
+
+    def _pass(self, rows: list[list[Row]], role: Role, tell: Tell | None) -> Window:
+        """A window's rows through the backbone, group by group."""
+        size, width = len(rows[0]), self.backbone.hidden_size
+        window = Window(
+            np.empty((size, self.hidden_size), dtype=np.float32),
+            np.array([row.lost for row in rows[0]], dtype=np.int64),
+        )
+        with self._lock:
+            for numbers, some in zip(self._groups, rows, strict=True):
+                poolings = [self.templates[number].pooling for number in numbers]
+                passed = self._passes.run(some, poolings, self._builders[numbers[0]].prefix(role), tell)
+                for place, number in enumerate(numbers):
+                    part = passed.states[:, place * width : (place + 1) * width]
+                    window.states[:, number * width : (number + 1) * width] = part
+                window.problems |= passed.problems
+                window.stats += passed.stats
+        return window
 
 
-def origin(backbone: Backbone) -> tuple[str, str | None]:
-    """Name and revision that load a backbone again, also from another working folder."""
-    name, revision = backbone.name, backbone.revision
-    if not revision.startswith("sha256:"):
-        return name, revision
-    return (name if name in PACKAGED else str(Path(name).expanduser().resolve())), None
-
-
-def _passes(templates: Sequence[Template]) -> list[list[int]]:
+def _groups(templates: Sequence[Template]) -> list[list[int]]:
     """Templates by number, those together that differ in pooling alone: one pass serves them."""
     groups: dict[Template, list[int]] = {}
     for number, each in enumerate(templates):
@@ -338,27 +383,6 @@ def _common_pooling(templates: Sequence[Template]) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def unit_embeddings(states: FloatArray, templates: int = 1) -> FloatArray:
-    """What an encoder with so many templates gives with `normalize=True`, from what it gives without.
-
-    Takes and returns float32 `[n, hidden]`. Raises `EncodingError` for rows that are not finite or are zero.
-    """
-    if templates == 1:
-        return unit_rows(states)
-    parts = states.copy()
-    _unit_parts(parts, templates)
-    return unit_rows(parts)
-
-
-def _unit_parts(pooled: FloatArray, parts: int) -> None:
-    """Scale each template's part of each row to unit length, in place; a part without length stays."""
-    blocks = pooled.reshape(len(pooled), parts, -1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        norms = np.linalg.norm(blocks, axis=2, keepdims=True)
-        # A part that is zero or not finite makes the whole row one that is reported.
-        np.divide(blocks, np.where(norms > 0, norms, np.nan), out=blocks)
-
-
 def _restore(
     backbone: Backbone,
     templates: list[Template],
@@ -369,21 +393,3 @@ def _restore(
     encoder = Encoder(backbone, templates, max_length=max_length, **layout)
     encoder._named = named
     return encoder
-
-
-def _checked(pooled: FloatArray, good: list[int], problems: dict[int, str], normalize: bool) -> FloatArray:
-    """The rows at `good` checked for NaN, Inf and zero; raises with all problems, old and new."""
-    try:
-        unit = unit_rows(pooled if len(good) == len(pooled) else pooled[good])
-    except EncodingError as error:
-        assert error.embeddings is not None
-        unit = error.embeddings
-        problems |= {good[i]: why for i, why in error.problems.items()}
-    if normalize and len(good) == len(pooled):
-        pooled = unit
-    elif normalize:
-        pooled[good] = unit
-    if problems:
-        pooled[sorted(problems)] = 0.0
-        raise EncodingError(dict(sorted(problems.items())), pooled)
-    return pooled

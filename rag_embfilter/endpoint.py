@@ -9,7 +9,7 @@ import base64
 import ipaddress
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +26,14 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from transformers import PreTrainedModel
 
 from rag_embfilter.backbone import load_backbone
-from rag_embfilter.encoder import Encoder, EncodeStats
+from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, EndpointError
 from rag_embfilter.filters import Role
 from rag_embfilter.fingerprint import Fingerprint
 from rag_embfilter.inputs import batches
+from rag_embfilter.passes import PassStats, Tell
 from rag_embfilter.templates import TEXT, Template
+from rag_embfilter.windows import Window, told_from
 
 logger = logging.getLogger(__name__)
 
@@ -156,29 +158,33 @@ class EndpointEncoder(Encoder):
         own = {} if self.prompts == "tokens" else {"endpoint_prompts": self.prompts}
         return super().settings | own
 
-    def _encode_window(
-        self, texts: list[str], role: Role, done: EncodeStats, progress: Callable[[int], None] | None
-    ) -> FloatArray:
-        """Pooled float32 `[n, hidden]` of a window of texts; equal texts are sent once."""
-        unique = list(dict.fromkeys(texts))
-        place = {text: i for i, text in enumerate(unique)}
-        counts = np.bincount([place[text] for text in texts], minlength=len(unique))
+    def _windows(
+        self, several: Iterable[list[str]], role: Role, tell: Callable[[Sequence[int]], None] | None
+    ) -> Iterator[Window]:
+        """Windows of texts, each encoded by the server."""
+        start = 0
+        for texts in several:
+            with self._lock:
+                window = self._asked(texts, role, told_from(start, tell))
+            yield window
+            start += len(texts)
+
+    def _asked(self, texts: list[str], role: Role, tell: Tell | None) -> Window:
         width = self.backbone.hidden_size
-        pooled = np.empty((len(unique), self.hidden_size), dtype=np.float32)
+        window = Window(
+            np.empty((len(texts), self.hidden_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
+        )
         for number, builder in enumerate(self._builders):
-            rows = builder.rows(unique, role)
-            prompts = self._prompts(
-                number, unique, [row.ids for row in rows], [row.lost for row in rows], role
-            )
-            parts = self._parts([len(row.ids) for row in rows])
-            for chosen, states in self._answers(prompts, parts):
-                pooled[chosen, number * width : (number + 1) * width] = states
-                if progress is not None and number == len(self._builders) - 1:
-                    progress(int(counts[chosen].sum()))
-            if number == 0:
-                lost = np.array([row.lost for row in rows])
-                done += EncodeStats(len(texts), int(counts[lost > 0].sum()), int(counts @ lost))
-        return pooled[[place[text] for text in texts]]
+            rows = builder.rows(texts, role)
+            window.lost = np.array([row.lost for row in rows], dtype=np.int64)
+            ids = [row.ids.tolist() for row in rows]
+            prompts = self._prompts(number, texts, ids, window.lost.tolist(), role)
+            for chosen, states in self._answers(prompts, self._parts([len(row.ids) for row in rows])):
+                window.states[chosen, number * width : (number + 1) * width] = states
+                if tell is not None:
+                    tell(chosen)
+            window.stats += PassStats(tokens=sum(len(row.ids) for row in rows))
+        return window
 
     def _prompts(
         self, number: int, texts: list[str], ids: list[list[int]], lost: list[int], role: Role

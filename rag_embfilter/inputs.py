@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rag_embfilter.backbone import Backbone
@@ -15,6 +17,8 @@ from rag_embfilter.templates import Template, Truncation
 # No tokenizer in use makes a token of more characters; texts far over the limit are cut to this many
 # characters per token before they are tokenised, so that a book costs no more than a page.
 CHARACTERS_PER_TOKEN = 128
+# Characters tokenised at once: their ids are held before they are cut, some 40 bytes each.
+SLICE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,12 @@ class Row:
     """One text as the model sees it.
 
     Attributes:
-        ids: token ids.
+        ids: token ids, int32 `[tokens]`.
         start: first position that `mean` pooling counts; it counts all from there on.
         lost: text tokens cut away; a lower bound for texts far over the limit.
     """
 
-    ids: list[int]
+    ids: NDArray[np.int32]
     start: int
     lost: int
 
@@ -71,11 +75,23 @@ class RowBuilder:
         )["input_ids"]
         return ids
 
+    def prefix(self, role: str) -> list[int]:
+        """The token ids that every row of a role begins with."""
+        return self.begin + self.words[role][0]
+
     def rows(self, texts: Sequence[str], role: str) -> list[Row]:
         """One row per text; a row of a text without any token has no text ids between its words."""
-        shortened = [self._shorten(text) for text in texts]
         words = self.words[role]
-        return [self._row(ids, words) for ids in self.text_ids(shortened)]
+        rows: list[Row] = []
+        waiting: list[str] = []
+        size = 0
+        for text in texts:
+            waiting.append(self._shorten(text))
+            size += len(waiting[-1])
+            if size >= SLICE:
+                rows += [self._row(ids, words) for ids in self.text_ids(waiting)]
+                waiting, size = [], 0
+        return rows + [self._row(ids, words) for ids in self.text_ids(waiting)]
 
     def _shorten(self, text: str) -> str:
         keep = self.max_length * CHARACTERS_PER_TOKEN
@@ -91,7 +107,8 @@ class RowBuilder:
             ids += piece
             start = len(ids)
             ids += kept
-        return Row(ids + words[-1] + self.end, start, len(text) - len(kept))
+        ids += words[-1] + self.end
+        return Row(np.array(ids, dtype=np.int32), start, len(text) - len(kept))
 
 
 def fault(text: object, unknown: Sequence[str] = ()) -> str | None:
@@ -119,17 +136,24 @@ def cut(ids: list[int], limit: int, truncation: Truncation) -> list[int]:
     return ids[: limit - tail] + ids[len(ids) - tail :]
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], batch_tokens: int, spare: int = 0) -> Iterator[list[int]]:
     """Positions of rows in batches of at most `batch_tokens` tokens, padding included; longest first.
 
-    A row longer than that is a batch of its own.
+    A row longer than that is a batch of its own. A batch also ends when its padding would pass `spare`
+    tokens, what one more batch costs (0: only when it is full).
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    start = 0
-    while start < len(order):
-        size = max(1, batch_tokens // max(1, lengths[order[start]]))
-        yield order[start : start + size]
-        start += size
+    batch: list[int] = []
+    padding = 0
+    for i in order:
+        width = lengths[batch[0]] if batch else lengths[i]
+        padding += width - lengths[i]
+        if batch and ((len(batch) + 1) * width > batch_tokens or 0 < spare < padding):
+            yield batch
+            batch, padding = [], 0
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -140,16 +164,22 @@ class Batch:
     mask: Tensor
     span: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device, copied beside its work."""
+        if device.type != "cuda":
+            return self
+        return Batch(*(part.pin_memory().to(device, non_blocking=True) for part in vars(self).values()))
 
-def pad(rows: Sequence[Row], pad_id: int, side: str) -> Batch:
-    """Pad rows to the longest, on the `right` or the `left`."""
-    width = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), width), pad_id)
-    mask, span = torch.zeros_like(ids), torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        first = 0 if side == "right" else width - len(row.ids)
-        last = first + len(row.ids)
-        ids[i, first:last] = torch.tensor(row.ids)
-        mask[i, first:last] = 1
-        span[i, first + row.start : last] = 1
-    return Batch(ids, mask, span)
+
+def pad(rows: Sequence[Row], pad_id: int, side: str, skip: int = 0) -> Batch:
+    """Pad rows to the longest, on the `right` or the `left`, without the first `skip` ids of each."""
+    lengths = np.array([len(row.ids) - skip for row in rows])[:, None]
+    starts = np.array([row.start - skip for row in rows])[:, None]
+    place = np.arange(lengths.max())[None]
+    if side == "left":
+        place = place - (lengths.max() - lengths)
+    real = (0 <= place) & (place < lengths)
+    ids = np.full(real.shape, pad_id, dtype=np.int64)
+    ids[real] = np.concatenate([row.ids[skip:] for row in rows])
+    span = real & (place >= starts)
+    return Batch(*(torch.from_numpy(part.astype(np.int64)) for part in (ids, real, span)))

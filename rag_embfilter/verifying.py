@@ -63,7 +63,7 @@ def verify(client: EndpointClient, encoder: Encoder, texts: Sequence[str] = TEXT
     Raises `EndpointError` when the server cannot be reached, or refuses both kinds of prompt.
     """
     builder = encoder._builders[0]
-    rows = [row.ids for row in builder.rows(texts, "document")]
+    rows: list[list[int]] = [row.ids.tolist() for row in builder.rows(texts, "document")]
     template = encoder.templates[0].document
     joined = [template.replace(TEXT, text) for text in texts]
     retold: list[list[int]] = encoder.backbone.tokenizer(joined, return_attention_mask=False)["input_ids"]

@@ -94,7 +94,9 @@ class ForwardCounter:
         self.hook = encoder.backbone.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self.texts += len(kwargs["input_ids"])
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is None or cache.get_seq_length() > 0:  # else it is a template's prefix, no text
+            self.texts += len(kwargs["input_ids"])
 
     def __enter__(self) -> ForwardCounter:
         return self

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rag_embfilter.encoder import Encoder, unit_embeddings
+from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter, Role
+from rag_embfilter.normalizing import unit_embeddings
 
 FloatArray = NDArray[np.float32]
 # Task types whose classifiers take the pooled states as they are: the paper normalises everywhere else.

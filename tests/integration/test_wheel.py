@@ -64,7 +64,9 @@ def test_the_wheel_holds_the_library_and_says_what_it_is(wheel):
         names = opened.namelist()
         (metadata,) = [opened.read(n).decode() for n in names if n.endswith(".dist-info/METADATA")]
     assert "rag_embfilter/py.typed" in names
-    assert not [n for n in names if n.split("/")[0] not in ("rag_embfilter", f"rag_embfilter-{__version__}.dist-info")]
+    assert not [
+        n for n in names if n.split("/")[0] not in ("rag_embfilter", f"rag_embfilter-{__version__}.dist-info")
+    ]
     assert any(n.endswith("licenses/LICENSE") for n in names)
     lines = metadata.splitlines()
     assert f"Version: {__version__}" in lines and "License-Expression: Apache-2.0" in lines

@@ -21,6 +21,7 @@ from qdrant_client import QdrantClient
 
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder
 from rag_embfilter.errors import ConfigError, FingerprintMismatch
+from rag_embfilter.passes import Passes
 from tests import tiny
 
 
@@ -42,13 +43,13 @@ def test_equals_encoder_and_filter_in_each_role(llama, embedding):
 
 def test_async_gives_the_same_and_stays_off_the_event_loop(embedding, monkeypatch):
     threads = set()
-    real = Encoder._forward
+    real = Passes.forward
 
-    def noting(self, rows, template):
+    def noting(self, *arguments):
         threads.add(threading.get_ident())
-        return real(self, rows, template)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(Encoder, "_forward", noting)
+    monkeypatch.setattr(Passes, "forward", noting)
 
     async def ask():
         return (

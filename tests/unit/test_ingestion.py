@@ -8,6 +8,7 @@ from llama_index.core.schema import Document
 
 from rag_embfilter import EmbFilter, Encoder, ingest
 from rag_embfilter.errors import ConfigError
+from rag_embfilter.passes import Passes
 from rag_embfilter.refiltering import Refiltered, refilter
 from tests import tiny
 
@@ -119,18 +120,18 @@ def test_c04_an_encoder_that_raises_loses_nothing(store, encoder, filters):
     """(a) the former version stays until a run succeeds; (b) an empty store gets all of the second run."""
 
     def dying(*args, **kwargs):
-        raise RuntimeError("out of memory")
+        raise RuntimeError("the device is gone")
 
     def texts():
         return [[node.text for page in store.pages(name) for node in page.nodes] for name in NAMES]
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(encoder, "_forward", dying)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="the device is gone"):
+        patch.setattr(Passes, "forward", dying)
         ingest(_corpus(d="version one"), encoder, filters, store, "c")
     assert texts() == [[]] * 4
     assert _counts(ingest(_corpus(d="version one"), encoder, filters, store, "c")) == (1, 0, 0, 0, 0)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(encoder, "_forward", dying)
+        patch.setattr(Passes, "forward", dying)
         ingest(_corpus(d="version two"), encoder, filters, store, "c")
     assert texts() == [["version one"]] * 4
     (hits,) = store.search("c-edge-r2", filters[1].apply(encoder.encode_queries(["version one"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rag_embfilter import Encoder
@@ -32,8 +33,15 @@ def test_batches_hold_every_row_once_and_stay_within_the_bound():
     assert made[0] == [5]  # longer than the bound: alone, and first
 
 
+def test_a_batch_ends_where_its_padding_would_cost_more_than_another_batch():
+    lengths = [10, 9, 9, 8, 3, 3]
+    assert list(batches(lengths, 1000, spare=4)) == [[0, 1, 2, 3], [4, 5]]  # 0 + 1 + 1 + 2; 7 would follow
+    assert list(batches(lengths, 1000, spare=3)) == [[0, 1, 2], [3], [4, 5]]
+    assert list(batches(lengths, 1000)) == [[0, 1, 2, 3, 4, 5]]
+
+
 def test_padding_on_either_side_by_hand():
-    rows = [Row([5, 6, 7], 1, 0), Row([8], 0, 0)]
+    rows = [Row(np.array([5, 6, 7]), 1, 0), Row(np.array([8]), 0, 0)]
     right, left = pad(rows, 9, "right"), pad(rows, 9, "left")
     assert right.ids.tolist() == [[5, 6, 7], [8, 9, 9]]
     assert left.ids.tolist() == [[5, 6, 7], [9, 9, 8]]
@@ -41,6 +49,8 @@ def test_padding_on_either_side_by_hand():
     assert left.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
     assert right.span.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert left.span.tolist() == [[0, 1, 1], [0, 0, 1]]
+    after = pad([Row(np.array([5, 6, 7]), 1, 0), Row(np.array([5, 8]), 1, 0)], 9, "right", skip=1)
+    assert (after.ids.tolist(), after.span.tolist()) == ([[6, 7], [8, 9]], [[1, 1], [1, 0]])
 
 
 def _ids(text: str) -> list[int]:
@@ -64,7 +74,9 @@ def test_c16_last_id_is_the_templates_and_only_the_text_is_cut(tmp_path, tokens,
     texts = ["a" * 5, "b" * 16, "c" * 20 + "d" * 20]
     rows = encoder._builders[0].rows(texts, "document")
     kept = ["a" * 5, "b" * 16, "c" * 8 + "d" * 8]
-    assert [row.ids for row in rows] == [begin + _ids("Say ") + _ids(text) + _ids(" now") for text in kept]
+    assert [row.ids.tolist() for row in rows] == [
+        begin + _ids("Say ") + _ids(text) + _ids(" now") for text in kept
+    ]
     assert [row.lost for row in rows] == [0, 0, 24]
 
 
@@ -80,7 +92,7 @@ def test_echo_has_the_end_token_at_both_ends_and_counts_from_the_second_copy(lla
     (row,) = encoder._builders[0].rows(["abcdefghXYZ"], "document")
     head, mid = _ids("Rewrite the following paragraph: "), _ids(". The rewritten paragraph: ")
     text = _ids("abcdefgh")
-    assert row.ids == [2, *head, *text, *mid, *text, 2]
+    assert row.ids.tolist() == [2, *head, *text, *mid, *text, 2]
     assert row.start == 1 + len(head) + len(text) + len(mid)
 
 
@@ -94,7 +106,7 @@ def test_a_huge_text_loses_only_its_middle(llama):
     encoder = Encoder(str(llama), max_length=16, device="cpu")
     (row,) = encoder._builders[0].rows(["s" * 8 + "x" * 1_000_000 + "e" * 8], "document")
     words = encoder.templates[0].pieces("document")
-    assert row.ids == _ids(words[0]) + _ids("s" * 8 + "e" * 8) + _ids(words[1])
+    assert row.ids.tolist() == _ids(words[0]) + _ids("s" * 8 + "e" * 8) + _ids(words[1])
     assert row.lost > 0
 
 

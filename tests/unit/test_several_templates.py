@@ -9,8 +9,8 @@ import pytest
 
 from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
-from rag_embfilter.encoder import unit_embeddings
 from rag_embfilter.errors import ConfigError, EncodingError
+from rag_embfilter.normalizing import unit_embeddings
 from rag_embfilter.templates import TEMPLATES, resolve_template
 from tests import tiny
 

@@ -132,6 +132,7 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
     assert done.code == 0
     assert "Documents: 4 added, 0 changed, 0 removed, 0 unchanged, 0 failed." in done.out
     assert "Chunks: 4 encoded, 0 filtered from raw, 0 unchanged; 0 old points removed." in done.out
+    assert "Model: 178 tokens, 9.2% padding; a common prefix saved 100." in done.out
     written = json.loads((tmp_path / "in.json").read_text())
     assert written["ingest"] == {
         "collections": ["docs-raw", "docs-edge-r2", "docs-edge-r4", "docs-edge-r8"],
@@ -149,7 +150,15 @@ def test_what_ingest_writes_as_json(run, docs, tmp_path):
         "not_read": [],
         "sources_gone": [],
         "skipped": [],
-        "truncated": {"texts": 4, "truncated": 0, "tokens_lost": 0},
+        "encoding": {
+            "tokens": 178,
+            "padding": 18,
+            "saved": 100,
+            "retried": 0,
+            "texts": 4,
+            "truncated": 0,
+            "tokens_lost": 0,
+        },
         "engine": "local",
     }
     assert (written["device"], written["dtype"]) == ("cpu", "float32")
