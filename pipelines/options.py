@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipelines import show
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter
 from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
-from rag_embfilter.templates import POOLINGS, TEMPLATES
+from rag_embfilter.templates import POOLINGS, SETS, TEMPLATES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
@@ -40,7 +41,7 @@ Templates = Annotated[
     typer.Option(
         "--template",
         help=f"{', '.join(TEMPLATES)}, or a format string with {{text}} in it; several cost a pass each and "
-        "are joined.",
+        "are joined. metaeol is eight, averaged.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -223,7 +224,7 @@ def _row_name(word: str) -> bool:
 LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
-    "--template": lambda word: word in TEMPLATES,
+    "--template": lambda word: word in TEMPLATES or word in SETS,
     "--modes": lambda word: word in MODES,
     "--judged-metrics": lambda word: word in JUDGED,
     "--judge-filters": lambda word: word in ("all", "recommended", "bm25") or _row_name(word),
@@ -282,6 +283,10 @@ def make_encoder(
 ) -> Encoder:
     """The encoder that the shared options describe; to be closed when it is a cluster's or a server's."""
     words = template[0] if len(template) == 1 else template
+    if isinstance(words, str) and words in SETS:
+        show.err.print(
+            f"[yellow]note:[/] {words} takes {len(SETS[words])} passes of the backbone for each text."
+        )
     if endpoint is not None:
         from rag_embfilter.endpoint import EndpointEncoder
 

@@ -172,7 +172,7 @@ class EndpointEncoder(Encoder):
     def _asked(self, texts: list[str], role: Role, tell: Tell | None) -> Window:
         width = self.backbone.hidden_size
         window = Window(
-            np.empty((len(texts), self.hidden_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
+            np.empty((len(texts), self.states_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
         )
         for number, builder in enumerate(self._builders):
             rows = builder.rows(texts, role)

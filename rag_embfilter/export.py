@@ -133,8 +133,8 @@ def _require_expressible(encoder: Encoder, embfilter: EmbFilter) -> None:
     """Raise `ConfigError` for what sentence-transformers' modules cannot say."""
     if len(encoder.templates) > 1:
         raise ConfigError(
-            f"{len(encoder.templates)} templates or poolings are joined here, each scaled to unit length for "
-            "itself; sentence-transformers joins before it scales. Export one template with one pooling."
+            f"{len(encoder.templates)} templates or poolings are combined here, each scaled to unit length "
+            "for itself; sentence-transformers joins before it scales. Export one template with one pooling."
         )
     (template,) = encoder.templates
     if len(template.pieces("document")) > 2 or len(template.pieces("query")) > 2:
