@@ -14,6 +14,7 @@ from pipelines import (
     cost_cmd,
     demo_cmd,
     evaluate_cmd,
+    export_cmd,
     ingest_cmd,
     lens_cmd,
     make_cmd,
@@ -21,6 +22,7 @@ from pipelines import (
     refilter_cmd,
     refit_cmd,
     search_cmd,
+    verify_cmd,
 )
 from pipelines.options import expand_lists
 from pipelines.show import set_up_logging
@@ -44,6 +46,8 @@ app.command("compare")(compare_cmd.compare)
 app.command("mteb")(mteb_cmd.mteb)
 app.command("refilter")(refilter_cmd.refilter)
 app.command("refit-queries")(refit_cmd.refit_queries)
+app.command("verify-endpoint")(verify_cmd.verify_endpoint)
+app.command("export")(export_cmd.export)
 app.command("cost")(cost_cmd.cost)
 app.command("lens")(lens_cmd.lens)
 app.command("spectrum")(lens_cmd.spectrum)

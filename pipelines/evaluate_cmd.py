@@ -38,6 +38,9 @@ def evaluate(
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    endpoint: options.Endpoint = None,
+    endpoint_model: options.EndpointModel = None,
+    endpoint_prompts: options.EndpointPrompts = "tokens",
     filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
     filter_ratios: options.FilterRatios = [2, 4, 8],  # noqa: B006
     keep: options.Keep = DEFAULT_KEEP,
@@ -106,8 +109,9 @@ def evaluate(
             judging.dry_run(sets, rows)
             return
     encoder = options.make_encoder(
-        backbone, revision, template, query_template, pooling, max_length, device, dtype
-    )
+        backbone, revision, template, query_template, pooling, max_length, device, dtype,
+        endpoint=endpoint, endpoint_model=endpoint_model, endpoint_prompts=endpoint_prompts,
+    )  # fmt: skip
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=True, keep=keep)
     questions = options.read_questions(example_questions)
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:

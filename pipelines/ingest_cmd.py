@@ -44,6 +44,9 @@ def ingest(
     dtype: options.Dtype = None,
     engine: options.Engine = "local",
     num_actors: options.NumActors = None,
+    endpoint: options.Endpoint = None,
+    endpoint_model: options.EndpointModel = None,
+    endpoint_prompts: options.EndpointPrompts = "tokens",
     filter_types: options.FilterTypes = ["edge"],  # noqa: B006 - typer copies it
     filter_ratios: options.FilterRatios = [2],  # noqa: B006
     raw: Annotated[
@@ -120,8 +123,9 @@ def ingest(
         filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
         pooling, max_length, keep = chosen.pooling, chosen.max_length, chosen.keep
     encoder = options.make_encoder(
-        backbone, revision, template, query_template, pooling, max_length, device, dtype, engine, num_actors
-    )
+        backbone, revision, template, query_template, pooling, max_length, device, dtype, engine, num_actors,
+        endpoint, endpoint_model, endpoint_prompts,
+    )  # fmt: skip
     with_raw = raw or _fits(filter_types)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, with_raw, keep)
     questions = options.read_questions(example_questions)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipelines import show
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter
 from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
-from rag_embfilter.templates import POOLINGS, TEMPLATES
+from rag_embfilter.templates import POOLINGS, SETS, TEMPLATES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
@@ -40,7 +41,7 @@ Templates = Annotated[
     typer.Option(
         "--template",
         help=f"{', '.join(TEMPLATES)}, or a format string with {{text}} in it; several cost a pass each and "
-        "are joined.",
+        "are joined. metaeol is eight, averaged.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -82,6 +83,32 @@ NumActors = Annotated[
     int | None,
     typer.Option(
         help="Actors of --engine ray; by default one a GPU, or one a machine.", rich_help_panel=MODEL
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenAI-compatible server that encodes with this backbone (vLLM, llama.cpp, TEI, ...); "
+        "filters are applied here. Its key is read from EMBFILTER_ENDPOINT_KEY.",
+        rich_help_panel=MODEL,
+    ),
+]
+EndpointModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The backbone's name there; by default the first that it lists.",
+        rich_help_panel=MODEL,
+    ),
+]
+EndpointPrompts = Annotated[
+    str,
+    typer.Option(
+        metavar="tokens|text",
+        help="What the server is sent: token ids, for the same vectors as here; or text, for servers that "
+        "take no token ids, with a fingerprint of its own.",
+        rich_help_panel=MODEL,
     ),
 ]
 FilterTypes = Annotated[
@@ -197,7 +224,7 @@ def _row_name(word: str) -> bool:
 LISTS = {
     "--filter-types": lambda word: word in FILTER_TYPES,
     "--filter-ratios": str.isdecimal,
-    "--template": lambda word: word in TEMPLATES,
+    "--template": lambda word: word in TEMPLATES or word in SETS,
     "--modes": lambda word: word in MODES,
     "--judged-metrics": lambda word: word in JUDGED,
     "--judge-filters": lambda word: word in ("all", "recommended", "bm25") or _row_name(word),
@@ -250,8 +277,37 @@ def make_encoder(
     dtype: str | None = None,
     engine: str = "local",
     num_actors: int | None = None,
+    endpoint: str | None = None,
+    endpoint_model: str | None = None,
+    endpoint_prompts: str = "tokens",
 ) -> Encoder:
-    """The encoder that the shared options describe; to be closed when it is a cluster's."""
+    """The encoder that the shared options describe; to be closed when it is a cluster's or a server's."""
+    words = template[0] if len(template) == 1 else template
+    if isinstance(words, str) and words in SETS:
+        show.err.print(
+            f"[yellow]note:[/] {words} takes {len(SETS[words])} passes of the backbone for each text."
+        )
+    if endpoint is not None:
+        from rag_embfilter.endpoint import EndpointEncoder
+
+        if engine != "local" or num_actors is not None or device is not None:
+            raise ConfigError(
+                "--endpoint encodes on a server; leave --engine, --num-actors and --device out."
+            )
+        return EndpointEncoder(
+            endpoint,
+            backbone,
+            words,
+            pooling,
+            max_length,
+            dtype,
+            model=endpoint_model,
+            prompts=endpoint_prompts,
+            revision=revision,
+            query_template=query_template,
+        )
+    if endpoint_model is not None or endpoint_prompts != "tokens":
+        raise ConfigError("endpoint-model and endpoint-prompts go with --endpoint URL.")
     if engine not in ("local", "ray"):
         raise ConfigError(f"engine {engine!r}: expected local or ray.")
     make: Callable[..., Encoder]
@@ -269,7 +325,7 @@ def make_encoder(
         make = Encoder
     return make(
         backbone,
-        template[0] if len(template) == 1 else template,
+        words,
         pooling,
         max_length,
         device,
@@ -353,7 +409,7 @@ def open_store(
 def one_filter(types: Sequence[str], ratios: Sequence[int]) -> str:
     """Name of the single filter that a search asks for."""
     if len(types) != 1 or len(ratios) != 1:
-        raise ConfigError("a search takes one filter type and one ratio.")
+        raise ConfigError("a search or an export takes one filter type and one ratio.")
     if types[0] not in FILTER_TYPES:
         raise ConfigError(f"filter_type {types[0]!r}: expected one of {', '.join(FILTER_TYPES)}.")
     return "raw" if types[0] == "raw" or ratios[0] == 1 else f"{types[0]}-r{ratios[0]}"

@@ -42,6 +42,7 @@ def refilter(
     max_length: options.MaxLength = 512,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    endpoint: options.Endpoint = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
@@ -84,7 +85,7 @@ def refilter(
         replicas=replicas,
     ) as store:
         if source_collection is None:
-            encoder = embedder_of(store.info(f"{base}-raw"), device, dtype).encoder
+            encoder = embedder_of(store.info(f"{base}-raw"), device, dtype, endpoint=endpoint).encoder
         else:
             encoder = options.make_encoder(
                 backbone, revision, template, query_template, pooling, max_length, device, dtype

@@ -18,6 +18,7 @@ def refit_queries(
     questions: Annotated[Path, typer.Argument(metavar="FILE", help="Questions of the domain, one a line.")],
     device: options.Device = None,
     dtype: options.Dtype = None,
+    endpoint: options.Endpoint = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
@@ -33,7 +34,7 @@ def refit_queries(
                 f"collection {collection!r} is not calibrated, so it has no query mean to refit."
             )
         embfilter = store.filter_of(collection)
-        encoder = embedder_of(info, device, dtype).encoder
+        encoder = embedder_of(info, device, dtype, endpoint=endpoint).encoder
         refitted = embfilter.with_queries(encoder.encode_queries(asked))
         store.set_query_mean(collection, refitted)
     show.out.print(f"{show.escape(collection)}: queries are centred on {len(asked)} questions now.")

@@ -41,6 +41,8 @@ def search(
     ] = "dense",
     device: options.Device = None,
     dtype: options.Dtype = None,
+    endpoint: options.Endpoint = None,
+    endpoint_model: options.EndpointModel = None,
     qdrant_path: options.QdrantPath = options.DEFAULT_PATH,
     qdrant_url: options.QdrantUrl = None,
     qdrant_key: options.QdrantKey = None,
@@ -62,7 +64,8 @@ def search(
     with options.open_store(qdrant_path, qdrant_url, qdrant_key, filter_dir, grpc=qdrant_grpc) as store:
         wanted = options.one_filter(filter_types or ["edge"], filter_ratios or [2])
         info = find_collection(store, collection, wanted, chosen=bool(filter_types or filter_ratios))
-        hits = find(store, info, question, mode, limit, conditions, device, dtype)
+        where_at = {"device": device, "dtype": dtype, "endpoint": endpoint, "endpoint_model": endpoint_model}
+        hits = find(store, info, question, mode, limit, conditions, where_at)
     for rank, hit in enumerate(hits, 1):
         _print_hit(rank, hit)
     if not hits:
@@ -79,17 +82,18 @@ def find(
     mode: str,
     limit: int,
     conditions: Mapping[str, str],
-    device: str | None,
-    dtype: str | None,
+    how: Mapping[str, str | None],
 ) -> list[Hit]:
-    """The passages of a collection for a question; BM25 alone needs no backbone."""
+    """The passages of a collection for a question, encoded as `embedder_of` takes `how`; BM25 alone needs no
+    backbone.
+    """
     if mode != "dense" and info.bm25 is None:
         store.search_text(info.name, [question])  # says what is missing, before the backbone is loaded
     if mode == "bm25":
         return store.search_text(info.name, [question], limit, conditions)[0]
     if "filter_file" in info.settings:
         store.filter_of(info.name)  # its file must be there before the backbone is loaded
-    embedding = embedder_of(info, device, dtype)
+    embedding = embedder_of(info, **how)
     raw = embedding.encoder.encode_queries([question])
     vectors = embedding.filter.apply(raw, role="query")
     texts = [question] if mode == "hybrid" else None
@@ -128,8 +132,13 @@ def _only_filtered(store: Store, base: str, names: Sequence[str]) -> CollectionI
     return found[0] if len(found) == 1 else None
 
 
-def embedder_of(info: CollectionInfo, device: str | None, dtype: str | None) -> EmbFilterEmbedding:
-    """The embedder that made a collection, from its own metadata; its fingerprint is checked."""
+def embedder_of(
+    info: CollectionInfo, device: str | None, dtype: str | None, **endpoint: str | None
+) -> EmbFilterEmbedding:
+    """The embedder that made a collection, from its own metadata; its fingerprint is checked.
+
+    `endpoint` and `endpoint_model` as in `EmbFilterEmbedding`: a server encodes.
+    """
     from rag_embfilter.embedding import EmbFilterEmbedding
 
     if info.fingerprint is None:
@@ -139,7 +148,7 @@ def embedder_of(info: CollectionInfo, device: str | None, dtype: str | None) -> 
         )
     made_with = info.made.get("compute_dtype")
     embedding = EmbFilterEmbedding(
-        **info.settings, device=device, dtype=dtype, fingerprint=info.fingerprint.digest
+        **info.settings, device=device, dtype=dtype, fingerprint=info.fingerprint.digest, **endpoint
     )
     if (now := str(embedding.encoder.backbone.dtype).removeprefix("torch.")) != made_with:
         show.err.print(f"[yellow]note:[/] vectors were computed in {made_with}, the question in {now}.")

@@ -296,14 +296,24 @@ def _load(source: str, name: str, revision: str | None) -> tuple[PreTrainedModel
             hf_hub_download(source, "config.json", **options)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         # "auto" keeps the stored dtype, so that the unembedding's digest does not depend on ours.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=False, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto", trust_remote_code=False, output_loading_info=True, **options
+        )
     except Exception as error:  # whatever a reader of foreign files meets
         raise BackboneError(
             f"backbone {name!r} cannot be loaded: {_first_line(error)} Check the id or path and its "
             "revision, that a hub can be reached, and that it is a causal language model. Without a hub, "
             f"use a model folder, a .gguf file, or an alias ({', '.join(PACKAGED)})."
         ) from error
-    return model.eval(), tokenizer
+    model, found = loaded
+    if lacking := sorted(found["missing_keys"]):
+        # transformers fills them with random numbers, and a filter of those would look like any other.
+        raise BackboneError(
+            f"backbone {name!r} lacks weights of a causal language model ({', '.join(lacking[:3])}): it is a "
+            "bare encoder, or not whole. Use a checkpoint that was saved with its output matrix."
+        )
+    model.eval()
+    return model, tokenizer
 
 
 def _first_line(error: Exception) -> str:

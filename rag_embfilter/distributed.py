@@ -127,7 +127,7 @@ class RayEncoder(Encoder):
             self._crew = _Crew(self._cluster, _Recipe.of(self, self._cluster.device), self.fingerprint)
         parts = split(texts, self.parallel, self.batch_tokens, self.max_length)
         whole = Window(
-            np.empty((len(texts), self.hidden_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
+            np.empty((len(texts), self.states_size), dtype=np.float32), np.empty(len(texts), dtype=np.int64)
         )
         try:
             for number, window in self._crew.run([[texts[i] for i in part] for part in parts], role):

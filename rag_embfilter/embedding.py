@@ -21,7 +21,7 @@ from rag_embfilter.fingerprint import Fingerprint
 
 _SHAPING = frozenset(
     "model_name revision filter_type filter_ratio band_start seed filter_file query_mean template "
-    "query_template pooling max_length fingerprint".split()
+    "query_template pooling max_length endpoint_prompts fingerprint".split()
 )
 _role: ContextVar[Role] = ContextVar("role", default="document")
 
@@ -69,12 +69,26 @@ class EmbFilterEmbedding(BaseEmbedding):
         default=None, description="last, mean or last+mean; by default what the template asks for."
     )
     max_length: int = Field(default=512, description="Longest text in tokens; the rest is cut.")
+    endpoint_prompts: str = Field(
+        default="tokens",
+        description="What a server at `endpoint` is sent: tokens (as encoded here), or text, with a "
+        "fingerprint of its own.",
+    )
     fingerprint: str | None = Field(
         default=None,
         description="Digest of all that changes a vector. Set by the embedder; when given, it is checked.",
     )
     # What follows changes no vector beyond rounding, so it takes no part in `to_dict`, from which
     # LlamaIndex makes its cache keys.
+    endpoint: str | None = Field(
+        default=None,
+        exclude=True,
+        description="Address of an OpenAI-compatible server that encodes with this backbone; the filter "
+        "is applied here.",
+    )
+    endpoint_model: str | None = Field(
+        default=None, exclude=True, description="Name of the backbone there; by default the first it lists."
+    )
     device: str | None = Field(
         default=None, exclude=True, description="cpu, cuda, cuda:1, ..., or cuda:all; by default CUDA if there is one."
     )
@@ -99,17 +113,7 @@ class EmbFilterEmbedding(BaseEmbedding):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # Here and not in a validator, so that our errors reach the user as they are.
-        self._encoder = Encoder(
-            self.model_name,
-            self.template,
-            self.pooling,
-            self.max_length,
-            self.device,
-            self.dtype,
-            revision=self.revision,
-            query_template=self.query_template,
-            batch_tokens=self.batch_tokens,
-        )
+        self._encoder = self._make_encoder()
         self._filter = self._make_filter(settings)
         digest = self.full_fingerprint.digest
         if self.fingerprint not in (None, digest):
@@ -157,6 +161,33 @@ class EmbFilterEmbedding(BaseEmbedding):
             return super().model_copy()
         settings = {**self.__dict__, "fingerprint": None, **update}
         return type(self)(**settings)
+
+    def _make_encoder(self) -> Encoder:
+        shared: dict[str, Any] = {
+            "template": self.template,
+            "pooling": self.pooling,
+            "max_length": self.max_length,
+            "dtype": self.dtype,
+            "revision": self.revision,
+            "query_template": self.query_template,
+            "batch_tokens": self.batch_tokens,
+        }
+        if self.endpoint is not None:
+            from rag_embfilter.endpoint import EndpointEncoder
+
+            return EndpointEncoder(
+                self.endpoint,
+                self.model_name,
+                model=self.endpoint_model,
+                prompts=self.endpoint_prompts,
+                **shared,
+            )
+        if self.endpoint_prompts != "tokens":
+            raise ConfigError(
+                f"endpoint_prompts {self.endpoint_prompts!r}: such vectors are made by a server alone. Give "
+                "endpoint= (--endpoint URL), the address of one."
+            )
+        return Encoder(self.model_name, device=self.device, **shared)
 
     def _make_filter(self, given: Mapping[str, Any]) -> EmbFilter:
         if self.filter_file is None:

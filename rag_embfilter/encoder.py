@@ -42,7 +42,8 @@ class Encoder:
         backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
             `Backbone` (then `revision`, `device` and `dtype` must be left out).
         template: a name out of `TEMPLATES`, or a format string with `{text}` in it; or several of them,
-            each of which costs a pass, unless they differ in pooling alone. The raw embedding is then one
+            each of which costs a pass, unless they differ in pooling alone. (A name out of `SETS` stands for
+            several, which are averaged.) The raw embedding is then one
             unit vector per template, joined and scaled by `1 / sqrt(templates)`.
         pooling: `last`, `mean`, or `last+mean`, which joins both (as if the template were two, for one
             pass); by default what the template asks for.
@@ -143,7 +144,17 @@ class Encoder:
 
     @property
     def hidden_size(self) -> int:
-        """Size of a raw embedding: the backbone's, times the number of templates."""
+        """Size of a raw embedding: the backbone's, times the number of templates that are joined."""
+        return self.backbone.hidden_size * self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Number of templates that are joined: one when they are averaged."""
+        return 1 if self.templates[0].averaged else len(self.templates)
+
+    @property
+    def states_size(self) -> int:
+        """Size of what the passes give for a text, before templates are averaged."""
         return self.backbone.hidden_size * len(self.templates)
 
     @cached_property
@@ -153,8 +164,10 @@ class Encoder:
         def each(values: Iterable[str]) -> str:
             return " + ".join(values)
 
+        averaged = {"averaged": f"{len(self.templates)} templates"} if self.templates[0].averaged else {}
         return Fingerprint(
-            {
+            averaged
+            | {
                 "backbone": self.backbone.identity,
                 "template": each(t.document for t in self.templates),
                 "query_template": each(t.query for t in self.templates),
@@ -314,9 +327,12 @@ class Encoder:
             stats.tokens_lost += int(counts @ window.lost)
             problems |= several.everywhere({start + i: why for i, why in window.problems.items()})
             start = end
-        pooled = several.spread([window.states for window in done], self.hidden_size)
-        if normalize and len(self.templates) > 1:
+        pooled = several.spread([window.states for window in done], self.states_size)
+        averaged = self.blocks < len(self.templates)  # of unit vectors, whatever becomes of the mean
+        if (normalize or averaged) and len(self.templates) > 1:
             unit_parts(pooled, len(self.templates))
+        if averaged:
+            pooled = pooled.reshape(len(pooled), len(self.templates), -1).mean(axis=1)
         return checked(pooled, several.good, problems, normalize, first)
 
     def _windows(
@@ -342,7 +358,7 @@ class Encoder:
         """A window's rows through the backbone, group by group."""
         size, width = len(rows[0]), self.backbone.hidden_size
         window = Window(
-            np.empty((size, self.hidden_size), dtype=np.float32),
+            np.empty((size, self.states_size), dtype=np.float32),
             np.array([row.lost for row in rows[0]], dtype=np.int64),
         )
         with self._lock:

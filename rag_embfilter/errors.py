@@ -58,5 +58,13 @@ class ClusterError(EmbFilterError):
     """The machines that encode cannot be reached, or are lost again and again."""
 
 
+class EndpointError(EmbFilterError):
+    """A server that encodes cannot be reached, refuses, or answers with something else."""
+
+
+class ExportError(EmbFilterError):
+    """An exported model does not give the vectors it was made to give."""
+
+
 class MissingExtraError(EmbFilterError, ImportError):
     """An optional dependency is absent or broken; the message says what to install."""

@@ -136,7 +136,7 @@ class EmbFilter:
             encoder.spectrum,
             encoder.unembedding_digest,
             lambda: vocabulary_order_counts(backbone.tokenizer, len(backbone.unembedding)),
-            len(encoder.templates),
+            encoder.blocks,
         )
         made = make(
             source,

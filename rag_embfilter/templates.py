@@ -24,6 +24,7 @@ class Template:
         truncation: what a text over the limit loses: its `middle` (both ends stay) or its `end`.
         end_token: whether the model's end token closes the input (and, without a begin token of the
             tokenizer's own, opens it), as the Echo prompt has it.
+        averaged: name of the set it belongs to, whose unit vectors are averaged; None for one by itself.
     """
 
     document: str
@@ -31,6 +32,7 @@ class Template:
     pooling: Pooling
     truncation: Truncation
     end_token: bool = False
+    averaged: str | None = None
 
     def pieces(self, role: str) -> list[str]:
         """The template's own words around each copy of the text, in order."""
@@ -56,6 +58,44 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
+def _set(name: str, *texts: str) -> tuple[Template, ...]:
+    return tuple(replace(_same(text, "last", "middle"), averaged=name) for text in texts)
+
+
+_CLASSES = "'Education', 'Technology', 'Health', 'Business', 'Environment', 'Politics', or 'Culture'"
+# Several templates, a pass each, whose unit vectors are averaged. MetaEOL: arXiv 2402.18458, wordings of its
+# code, two for each of four tasks.
+SETS: dict[str, tuple[Template, ...]] = {
+    "metaeol": _set(
+        "metaeol",
+        "In this task, you're presented with a text excerpt. Your task is to categorize the excerpt into a broad "
+        f"category such as {_CLASSES}. These categories help in organizing content for better accessibility and "
+        'targeting. For this task, this sentence : "{text}" should be classified under one general category in '
+        'one word:"',
+        "In this task, you're given a statement and you need to determine whether it's presenting an 'Opinion' "
+        "or a 'Fact'. This distinction is vital for information verification, educational purposes, and content "
+        'analysis. For this task, this sentence : "{text}" discriminates between opinion and fact in one word:"',
+        "In this task, you're given a review from an online platform. Your task is to generate a rating for the "
+        "product based on the review on a scale of 1-5, where 1 means 'extremely negative' and 5 means "
+        '\'extremely positive\'. For this task, this sentence : "{text}" reflects the sentiment in one word:"',
+        "In this task, you're reading a personal diary entry. Your task is to identify the predominant emotion "
+        "expressed, such as joy, sadness, anger, fear, or love. For this task, this sentence : "
+        '"{text}" conveys the emotion in one word:"',
+        "In this task, you're presented with two sentences. Your task is to assess whether the sentences convey "
+        "the same meaning. Use 'identical', 'similar', 'different', or 'unrelated' to describe the relationship. "
+        'To enhance the performance of this task, this sentence : "{text}" means in one word:"',
+        "In this task, you're given a sentence and a phrase. Your task is to determine if the phrase can be a "
+        "contextual synonym within the given sentence. Options include 'yes', 'no', or 'partially'. "
+        'To enhance the performance of this task, this sentence : "{text}" means in one word:"',
+        "In this task, you're examining a news article. Your task is to extract the most critical fact from the "
+        'article. For this task, this sentence : "{text}" encapsulates the key fact in one word:"',
+        "In this task, you're reviewing a scientific abstract. Your task is to identify the main entities (e.g., "
+        "proteins, diseases) and their relations (e.g., causes, treats). For this task, this sentence : "
+        '"{text}" highlights the primary entity or relation in one word:"',
+    ),
+}
+
+
 def _custom(text: str) -> Template:
     """A template for a user's own format string: two copies are an echo, words after the text ask
     for the last token, and a bare text is averaged.
@@ -63,7 +103,7 @@ def _custom(text: str) -> Template:
     copies = text.count(TEXT)
     if copies not in (1, 2):
         raise ConfigError(
-            f"template {text!r}: expected a name out of {', '.join(TEMPLATES)}, or a format string "
+            f"template {text!r}: expected a name out of {', '.join([*TEMPLATES, *SETS])}, or a format string "
             f"with {TEXT} in it once (or twice, for an echo); it is there {copies} times."
         )
     if copies == 2:
@@ -98,6 +138,21 @@ def resolve_template(
 def resolve_templates(
     templates: Sequence[str | Template], query_template: str | None = None, pooling: str | None = None
 ) -> list[Template]:
-    """As `resolve_template` for each of several; `last+mean` makes two of each, one per pooling."""
+    """As `resolve_template` for each of several; `last+mean` makes two of each, one per pooling.
+
+    The name of a set stands for its templates. Raises `ConfigError` also for a set beside other templates,
+    with a query template of its own, or with two poolings: it is averaged, not joined.
+    """
     poolings = [pooling] if pooling != "last+mean" else list(get_args(Pooling))
-    return [resolve_template(each, query_template, one) for each in templates for one in poolings]
+    each = [
+        one for name in templates for one in (SETS.get(name, (name,)) if isinstance(name, str) else (name,))
+    ]
+    made = [resolve_template(one, query_template, kind) for one in each for kind in poolings]
+    sets = {one.averaged for one in made}
+    if sets != {None} and (len(sets) > 1 or query_template is not None or len(poolings) > 1):
+        name = next(one for one in sets if one is not None)
+        raise ConfigError(
+            f"template {name!r} is a set that is averaged: give it alone, without query_template, with pooling "
+            "last or mean."
+        )
+    return made

@@ -1,4 +1,4 @@
-"""Yardsticks: trained embedders beside the filters. The only file that imports sentence-transformers."""
+"""Yardsticks: trained embedders beside the filters. The only module that imports sentence-transformers."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RawEmbeddings:
         """As `Encoder.encode_documents` and `encode_queries` give them; rows of blank texts are zero."""
         states = self.states(texts, role)
         there = states.any(axis=1)
-        states[there] = unit_embeddings(states[there], len(self.encoder.templates))
+        states[there] = unit_embeddings(states[there], self.encoder.blocks)
         return states
 
 

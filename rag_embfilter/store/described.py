@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qdrant_client.local.qdrant_local import INVALID_NAME_CHARS
-
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import EmbFilter
 from rag_embfilter.fingerprint import Fingerprint
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
 
 KEY = "embfilter"  # our part of a collection's metadata
+INVALID_NAME_CHARS = '<>:"/\\|?*'  # what a server refuses, or a file system
 
 
 @dataclass(frozen=True)

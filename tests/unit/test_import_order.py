@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     "errors fingerprint files devices templates pooling attention backbone inputs passes processes windows "
     "spectrum spectroscopy calibration recipes making filters normalizing penalty encoder cluster "
-    "distributed lens config embedding nodes store vector_store fitting ingestion refiltering metrics "
-    "eval_set yardstick set_check evaluation choose drafting judge benchmark"
+    "distributed endpoint verifying lens config embedding export nodes store vector_store langchain "
+    "fitting ingestion refiltering metrics eval_set yardstick set_check evaluation choose drafting judge "
+    "benchmark"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
@@ -21,8 +22,10 @@ DOORS = {
     "openai": {"judge"},
     "ir_measures": {"metrics"},
     "ray": {"cluster"},
+    "langchain_core": {"langchain"},
+    "langchain_qdrant": {"langchain"},
     "mteb": {"benchmark"},
-    "sentence_transformers": {"yardstick"},
+    "sentence_transformers": {"yardstick"},  # and the process that checks an export
     "qdrant_edge": {"store"},
 }
 

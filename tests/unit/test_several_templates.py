@@ -11,7 +11,7 @@ from pipelines.app import main
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder, Store
 from rag_embfilter.errors import ConfigError, EncodingError
 from rag_embfilter.normalizing import unit_embeddings
-from rag_embfilter.templates import TEMPLATES, resolve_template
+from rag_embfilter.templates import SETS, TEMPLATES, resolve_template
 from tests import tiny
 
 TEXTS = ["Paris", "two words", *(f"number {i} is here" for i in range(60))]
@@ -197,3 +197,43 @@ def test_the_command_line_from_ingest_to_search(llama, tmp_path, capsys):
         search = ["search", "Paris", "--filter-types", kind, "--filter-ratios", "4", "--limit", "3", *common]
         assert main(search) == 0
         assert capsys.readouterr().out.count(".txt, chunk 0") == 3
+
+
+def test_a_set_is_averaged_and_then_scaled(llama):
+    """MetaEOL: the mean of its templates' unit vectors, the width of one."""
+    encoder = Encoder(str(llama), "metaeol", device="cpu", max_length=40)
+    texts = ["hello there", "x" * 60]
+    one = [
+        Encoder(str(llama), t, max_length=40, device="cpu").encode_documents(texts) for t in SETS["metaeol"]
+    ]
+    mean = np.mean(one, axis=0)
+    expected = mean / np.linalg.norm(mean, axis=1, keepdims=True)
+    np.testing.assert_allclose(encoder.encode_documents(texts), expected, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_queries(texts, normalize=False), mean, atol=1e-5)
+    assert len(encoder.templates) == 8 and encoder.hidden_size == 32
+    edge = EmbFilter.from_encoder(encoder, "edge", 2)
+    single = EmbFilter.from_encoder(Encoder(encoder.backbone, max_length=40), "edge", 2)
+    assert edge.fingerprint == single.fingerprint  # the filter is the backbone's, as for one template
+    assert encoder.fingerprint.parts["averaged"] == "8 templates"
+
+
+def test_a_set_survives_pickling_and_settings(llama):
+    encoder = Encoder(str(llama), "metaeol", device="cpu", max_length=40)
+    assert encoder.settings["template"] == "metaeol"
+    again = pickle.loads(pickle.dumps(encoder))
+    assert (again.fingerprint, again.hidden_size) == (encoder.fingerprint, 32)
+    joined = Encoder(encoder.backbone, ["prompteol", "topic"], max_length=40)
+    assert "averaged" not in joined.fingerprint.parts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"template": ["metaeol", "search"]},
+        {"template": "metaeol", "pooling": "last+mean"},
+        {"template": "metaeol", "query_template": "search"},
+    ],
+)
+def test_a_set_is_taken_alone(llama, settings):
+    with pytest.raises(ConfigError, match="averaged"):
+        Encoder(str(llama), device="cpu", **settings)
