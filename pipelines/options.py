@@ -66,7 +66,7 @@ Device = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 or float16; by default bfloat16 on CUDA and on CPUs that have it in hardware.",
+        help="float32, bfloat16 or float16; by default bfloat16 where the hardware has it.",
         rich_help_panel=MODEL,
     ),
 ]

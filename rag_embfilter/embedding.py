@@ -90,7 +90,9 @@ class EmbFilterEmbedding(BaseEmbedding):
         default=None, exclude=True, description="Name of the backbone there; by default the first it lists."
     )
     device: str | None = Field(
-        default=None, exclude=True, description="cpu, cuda, cuda:1, ..., or cuda:all; by default CUDA if there is one."
+        default=None,
+        exclude=True,
+        description="cpu, cuda, cuda:1, ..., or cuda:all; by default CUDA if there is one.",
     )
     dtype: str | None = Field(
         default=None, exclude=True, description="float32, bfloat16 or float16; by default as load_backbone."
