@@ -1,0 +1,22 @@
+// A citation opens its passage; the conversation stays at its end while an answer grows.
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a.cite");
+  if (!link) return;
+  event.preventDefault();
+  const passage = document.getElementById(link.getAttribute("href").slice(1));
+  if (!passage) return;
+  passage.open = true;
+  passage.scrollIntoView({ behavior: "smooth", block: "nearest" });
+  passage.classList.remove("lit");
+  void passage.offsetWidth;
+  passage.classList.add("lit");
+});
+let turns = 0;
+new MutationObserver(() => {
+  const found = document.querySelectorAll(".talk .turn");
+  const last = found[found.length - 1];
+  if (!last) { turns = 0; return; }
+  const grows = last.querySelector(".writing, .waiting") || found.length !== turns;
+  turns = found.length;
+  if (grows) last.scrollIntoView({ block: "nearest" });
+}).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
