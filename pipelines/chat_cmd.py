@@ -126,8 +126,7 @@ def _beside(store: Store, name: str, opened: Chat, device: str | None, dtype: st
     from rag_embfilter.chat import Chat
 
     info = find_collection(store, name, "raw", chosen=False)
-    mode = opened.retriever.mode if info.bm25 else "dense"
-    return Chat(store, info.name, "none", mode, opened.retriever.top_k, device=device, dtype=dtype)
+    return Chat(store, info.name, "none", "dense", opened.retriever.top_k, device=device, dtype=dtype)
 
 
 def _password() -> str:

@@ -94,7 +94,7 @@ def _talk(chat: Chat, asked: Questions | None) -> None:
             elem_id="question",
             scale=8,
         )
-        new = gr.Button("New", elem_id="new", scale=0, min_width=64, size="lg")
+        new = gr.Button("New", elem_id="new", scale=0, min_width=60)
     hidden: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     begun = box.submit(talks.begin, [box, session], [box, session, shown], queue=False, **hidden)
     begun.then(talks.answer, [session], [shown], concurrency_id="answers", **hidden)

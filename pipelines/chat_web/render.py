@@ -45,13 +45,24 @@ def place(hit: Hit) -> str:
     return clean(hit.place.replace(source, name, 1))
 
 
-def pieces(text: str, marks: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """A text cut at its marks, as (part, marked)."""
-    parts, done = [], 0
-    for start, end in marks:
-        parts += [(text[done:start], False), (text[start:end], True)]
-        done = end
-    return [part for part in [*parts, (text[done:], False)] if part[0]]
+def pieces(
+    text: str, marks: Sequence[tuple[int, int]], start: int = 0, end: int | None = None
+) -> list[tuple[str, bool]]:
+    """A text from `start` to `end`, cut at its marks, as (part, marked)."""
+    parts, done = [], start
+    end = len(text) if end is None else end
+    for first, last in marks:
+        first, last = max(first, start), min(last, end)
+        if first < last:
+            parts += [(text[done:first], False), (text[first:last], True)]
+            done = last
+    return [part for part in [*parts, (text[done:end], False)] if part[0]]
+
+
+def title_end(hit: Hit) -> int:
+    """Where the title that stands before a passage's text ends; 0 without one."""
+    title = str(hit.node.metadata.get("title") or "").strip()
+    return len(title) if title and hit.text.startswith(f"{title} ") else 0
 
 
 def sources(answer: Answer) -> list[Passage]:
@@ -68,7 +79,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters["printed"] = clean
-    made.globals |= {"place": place, "pieces": pieces, "sources": sources}
+    made.globals |= {"place": place, "pieces": pieces, "sources": sources, "title_end": title_end}
     return made
 
 

@@ -20,3 +20,21 @@ new MutationObserver(() => {
   turns = found.length;
   if (grows) last.scrollIntoView({ block: "nearest" });
 }).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
+
+// Whether the server is still there: an answer that has stopped half way is told, and nothing shown is lost.
+const ALIVE_EVERY = 2000;
+const gone = document.createElement("div");
+gone.id = "gone";
+gone.hidden = true;
+gone.setAttribute("role", "alert");
+gone.textContent = "The server no longer answers. What is here stays; reload the page when it is back.";
+document.addEventListener("DOMContentLoaded", () => document.body.append(gone));
+setInterval(async () => {
+  if (document.hidden) return;
+  try {
+    await fetch("/alive", { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    gone.hidden = true;
+  } catch {
+    gone.hidden = false;
+  }
+}, ALIVE_EVERY);

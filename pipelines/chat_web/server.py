@@ -130,8 +130,11 @@ class _Guard:
             await self.app(scope, receive, send)
             return
         path = str(scope["path"])
-        if "/upload" in path and not self.uploads or "proxy=" in path:
+        if "/upload" in path and not self.uploads or "/proxy=" in path:
             await _reply(send, 403, "Adding documents is switched off here.")
+            return
+        if path == "/alive":
+            await _reply(send, 200, "yes")
             return
         joins = path.endswith("/queue/join")
         full = False

@@ -51,7 +51,10 @@ class Comparison:
 
 
 def side_by_side(question: str, left: ChatRetriever, right: ChatRetriever, limit: int = 5) -> Comparison:
-    """Ask two collections. Raises as `Store.search` does."""
+    """Ask two collections by their vectors alone, as fusing ranks would hide what a filter changes.
+
+    Raises as `Store.search` does.
+    """
     return Comparison(question, _side(question, left, limit), _side(question, right, limit))
 
 
@@ -59,6 +62,9 @@ def _side(question: str, retriever: ChatRetriever, limit: int) -> Side:
     start = time.perf_counter()
     vectors = retriever.vectors([question])
     encoded = time.perf_counter()
-    (hits,) = retriever.search([question], vectors, limit)
+    if vectors is None:
+        (hits,) = retriever.search([question], None, limit)
+    else:
+        (hits,) = retriever.store.search(retriever.name, vectors, limit)
     end = time.perf_counter()
     return Side(retriever.info, tuple(hits), 1000 * (encoded - start), 1000 * (end - encoded))

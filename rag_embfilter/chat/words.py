@@ -14,6 +14,9 @@ WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
 UNSPACED_WORD = re.compile(rf"[{UNSPACED}]+")
 STEM = 6  # letters of a word that count: endings are cut off in any language, crudely
 # After a full stop and white space, after one of the scripts without spaces, or at the end of a line.
+# A heading or a list's item: what stands before its words.
+LEAD = re.compile(r"^(?:#{1,6}|[-*•>]|\d+[.)])\s+")
+ENDS = re.compile(r"[.!?…。！？:;][\"'”’)\]]*$")
 SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|\n+")
 
 
@@ -36,8 +39,9 @@ def terms(text: str) -> list[tuple[str, int, int]]:
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences, stripped, none empty."""
-    return [part.strip() for part in SENTENCE_END.split(text) if part and part.strip()]
+    """A text's sentences, stripped, without the marks of headings and lists; none empty."""
+    parts = [LEAD.sub("", part.strip()).strip() for part in SENTENCE_END.split(text) if part]
+    return [part for part in parts if part]
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ class Words:
     def best_sentences(self, question: str, text: str, limit: int = 2) -> list[str]:
         """The sentences of a text that share most with a question, in the text's order; the first of equals.
 
-        Never none for a text that has one.
+        Headings and other pieces without an end give way to whole sentences. Never none for a text that has
+        one.
         """
-        parts = sentences(text)
+        every = sentences(text)
+        parts = [part for part in every if ENDS.search(part)] or every
         order = sorted(range(len(parts)), key=lambda i: (-self.coverage(question, parts[i]), i))
         best = [i for i in order[:limit] if self.coverage(question, parts[i]) > 0] or order[:1]
         return [parts[i] for i in sorted(best)]
@@ -87,12 +93,13 @@ class Words:
     def marks(self, question: str, text: str) -> list[tuple[int, int]]:
         """Where a text holds the question's words, as (start, end) that do not overlap, in order.
 
-        Words that most passages hold are left out.
+        Words of one or two letters, and those that half of the passages hold, are left out.
         """
-        asked = {t for t, _, _ in terms(question) if self.counts.get(t, 0) <= self.passages / 4}
+        asked = {t for t, _, _ in terms(question) if self.counts.get(t, 0) <= self.passages / 2}
         merged: list[tuple[int, int]] = []
         for term, start, end in terms(text):
-            if term not in asked:
+            short = end - start < 3 and not UNSPACED_WORD.match(term) and not term.isdecimal()
+            if short or term not in asked:
                 continue
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], end)
