@@ -28,9 +28,9 @@ gone.id = "gone";
 gone.hidden = true;
 gone.setAttribute("role", "alert");
 gone.textContent = "The server no longer answers. What is here stays; reload the page when it is back.";
-document.addEventListener("DOMContentLoaded", () => document.body.append(gone));
 setInterval(async () => {
   if (document.hidden) return;
+  if (!gone.isConnected) document.body.append(gone);
   try {
     await fetch("/alive", { cache: "no-store", signal: AbortSignal.timeout(5000) });
     gone.hidden = true;

@@ -79,12 +79,21 @@ class Uploads:
     def _take(self, path: Path, name: str) -> Iterator[float | Added]:
         try:
             with self._one:
+                before = self._before(name)
                 kept = self._keep(path, name)
-                yield from self._ingest(kept)
+                for step in self._ingest(kept):
+                    if isinstance(step, Added) and step.trouble:
+                        _restore(kept, before)
+                    yield step
         except (EmbFilterError, OSError) as error:
             yield Added(name, trouble=str(error))
         except Exception as error:  # a file may be anything; its name and the kind of fault are told
             yield Added(name, trouble=f"cannot be read ({type(error).__name__})")
+
+    def _before(self, name: str) -> bytes | None:
+        """What the folder holds under this name."""
+        kept = self.folder / name
+        return kept.read_bytes() if kept.is_file() and not kept.is_symlink() else None
 
     def _keep(self, path: Path, name: str) -> Path:
         """Check a file and copy it into the folder under its own name. Raises `ConfigError`."""
@@ -150,6 +159,14 @@ class Uploads:
             return Added(kept.name, trouble=str(error))
         except Exception as error:  # a file may be anything
             return Added(kept.name, trouble=f"cannot be read ({type(error).__name__})")
+
+
+def _restore(kept: Path, before: bytes | None) -> None:
+    """Put a file's former version back in place of one that could not be taken; its passages stay, too."""
+    if before is None:
+        kept.unlink(missing_ok=True)
+    else:
+        kept.write_bytes(before)
 
 
 def _told(report: IngestReport, failed: list[tuple[str, str]]) -> tuple[str, str]:

@@ -34,11 +34,11 @@ pytestmark = [
 
 HANDBOOK = {
     "badges.md": "# Badges\n\nA lost badge is reported to reception at once. Reception hands out a new "
-    "badge on the same day; the second one within a year costs 15 euros. Visitors wear a yellow badge and are "
-    "accompanied by their host at all times.\n",
+    "badge on the same day; the second one within a year costs 15 euros. Visitors wear a yellow badge and "
+    "are accompanied by their host at all times.\n",
     "laptops.md": "# Laptops\n\nReport a stolen laptop to the Service Desk within two hours, day or night. "
-    "The Service Desk locks the disk from afar and lends you another laptop for up to ten days. A police report "
-    "must follow within three working days.\n",
+    "The Service Desk locks the disk from afar and lends you another laptop for up to ten days. A police "
+    "report must follow within three working days.\n",
     "leave.md": "# Leave\n\nHoliday is requested in the portal at least two weeks ahead and approved by your "
     "manager. Up to five days may be carried into the next year; they lapse at the end of March.\n",
     "travel.md": "# Travel\n\nTrains are booked second class. A hotel may cost up to 140 euros a night. "
@@ -256,6 +256,10 @@ def test_a_model_streams_is_stopped_and_breaks_off(store, visit):
     go = threading.Event()
 
     def rule(prompt: str, times: int):
+        asked = prompt.partition("Last question: ")[2].partition("\n")[0]
+        return asked or pieces(prompt)
+
+    def pieces(prompt: str) -> Iterator[str | None]:
         question = prompt.partition("Question: ")[2]
         if "hotel" in question:
             yield "A hotel may cost up to "
@@ -274,7 +278,7 @@ def test_a_model_streams_is_stopped_and_breaks_off(store, visit):
             page.fill("#question textarea", "How much may a hotel cost?")
             page.press("#question textarea", "Enter")
             page.wait_for_selector(".writing")
-            assert page.inner_text(".writing") == "A hotel may cost up to"
+            assert page.inner_text(".writing").strip() == "A hotel may cost up to"
             assert page.is_visible("#question .stop-button")
             go.set()
             page.wait_for_selector(".said")
@@ -309,6 +313,7 @@ def test_a_server_that_is_gone_is_told(store, visit):
             served.server.should_exit = True
             page.wait_for_selector("#gone:not([hidden])")
             assert "no longer answers" in page.inner_text("#gone")
+            assert "A hotel" in page.inner_text(".writing")
             ending.set()
 
 
