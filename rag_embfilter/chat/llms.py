@@ -173,13 +173,13 @@ def local_llm(backbone: Backbone) -> LLM:
         max_new_tokens=MAX_NEW_TOKENS,
         is_chat_model=has_template,
         messages_to_prompt=lambda messages: _as_prompt(tokenizer, messages),
-        # Greedy, so that a question has one answer; the penalty keeps small models from going in circles.
+        # Greedy, so that a question has one answer. No penalty on repetition: it counts the prompt, and
+        # answering from passages is repeating them.
         generate_kwargs={
             "do_sample": False,
             "temperature": None,
             "top_p": None,
             "top_k": None,
-            "repetition_penalty": 1.1,
             "pad_token_id": backbone.end_token(),
             "eos_token_id": backbone.end_token(),
         },

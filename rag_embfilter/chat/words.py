@@ -16,6 +16,7 @@ STEM = 6  # letters of a word that count: endings are cut off in any language, c
 # After a full stop and white space, after one of the scripts without spaces, or at the end of a line.
 # A heading or a list's item: what stands before its words.
 LEAD = re.compile(r"^(?:#{1,6}|[-*•>]|\d+[.)])\s+")
+LIST_NUMBER = re.compile(r"\(?\d{1,3}[.)]?")
 ENDS = re.compile(r"[.!?…。！？:;][\"'”’)\]]*$")
 SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|\n+")
 
@@ -41,7 +42,7 @@ def terms(text: str) -> list[tuple[str, int, int]]:
 def sentences(text: str) -> list[str]:
     """A text's sentences, stripped, without the marks of headings and lists; none empty."""
     parts = [LEAD.sub("", part.strip()).strip() for part in SENTENCE_END.split(text) if part]
-    return [part for part in parts if part]
+    return [part for part in parts if part and not LIST_NUMBER.fullmatch(part)]
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ class Words:
     def marks(self, question: str, text: str) -> list[tuple[int, int]]:
         """Where a text holds the question's words, as (start, end) that do not overlap, in order.
 
-        Words of one or two letters, and those that half of the passages hold, are left out.
+        Words of one or two Latin letters, and those that half of the passages hold, are left out.
         """
         asked = {t for t, _, _ in terms(question) if self.counts.get(t, 0) <= self.passages / 2}
         merged: list[tuple[int, int]] = []
         for term, start, end in terms(text):
-            short = end - start < 3 and not UNSPACED_WORD.match(term) and not term.isdecimal()
+            short = end - start < 3 and term.isascii() and not term.isdecimal()
             if short or term not in asked:
                 continue
             if merged and start <= merged[-1][1]:

@@ -13,7 +13,7 @@ ORDER = (
     "errors fingerprint files templates pooling backbone inputs spectrum spectroscopy calibration "
     "recipes making filters penalty encoder cluster distributed lens config embedding "
     "nodes store vector_store fitting ingestion refiltering metrics eval_set yardstick set_check "
-    "evaluation choose drafting judge benchmark"
+    "evaluation choose drafting judge benchmark chat"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
