@@ -68,7 +68,7 @@ class ChatRetriever(BaseRetriever):
         super().__init__()
         if mode not in MODES or (embedding is None and mode != "bm25"):
             raise ConfigError(
-                f"mode {mode!r}: expected {' or '.join(MODES)}, the first and last with vectors."
+                f"mode {mode!r}: expected one of {', '.join(MODES)}; only bm25 needs no embedder."
             )
         if mode != "dense" and info.bm25 is None:
             store.search_text(info.name, ["?"])  # says what is missing
