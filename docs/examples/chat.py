@@ -1,4 +1,4 @@
-"""A collection as LlamaIndex's retriever, query engine and chat engine, written to by the embedder's own backbone.
+"""A collection as LlamaIndex's retriever, query engine and chat engine; the embedder's backbone writes.
 
 python docs/examples/chat.py
 """
