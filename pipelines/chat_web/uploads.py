@@ -176,7 +176,7 @@ def _told(report: IngestReport, failed: list[tuple[str, str]]) -> tuple[str, str
     if not report.nodes:
         return "", "there is no text in it"
     new = report.nodes - report.nodes_unchanged
-    return (f"{new} passages added; ask about it" if new else "nothing new in it"), ""
+    return (f"{new} passage{'s' * (new != 1)} added; ask about it" if new else "nothing new in it"), ""
 
 
 def safe_name(name: str) -> str:
