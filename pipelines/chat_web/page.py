@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
+from gradio.utils import get_upload_folder
 
 from pipelines.chat_web import render
 from pipelines.chat_web.render import Turn
@@ -53,7 +54,8 @@ def make_page(chat: Chat, other: Chat | None, asked: Questions | None, settings:
     """The page of a collection, with a tab for each thing that readers may do."""
     uploads = None
     if settings.upload_folder is not None:
-        uploads = Uploads(chat, settings.upload_folder, settings.max_upload)
+        arrived = Path(get_upload_folder())
+        uploads = Uploads(chat, settings.upload_folder, settings.max_upload, arrived)
     with gr.Blocks(
         title=f"Chat: {chat.info.name}", analytics_enabled=False, delete_cache=(3600, 3600)
     ) as blocks:

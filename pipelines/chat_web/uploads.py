@@ -42,11 +42,13 @@ class Uploads:
         chat: whose collection grows.
         folder: where files are kept; nothing is written elsewhere.
         max_upload: largest file, in MB.
+        arrived: where files that readers give arrive; no other file of this machine is taken.
 
     Raises `ConfigError` for a collection that was not made by `ingest`, or a folder that cannot be made.
     """
 
-    def __init__(self, chat: Chat, folder: Path, max_upload: int) -> None:
+    def __init__(self, chat: Chat, folder: Path, max_upload: int, arrived: Path) -> None:
+        self.arrived = arrived.resolve()
         self.chat, self.max_upload, self.types = chat, max_upload, tuple(READERS)
         base = chat.info.made.get("base")
         if not base or chat.embedding is None:
@@ -97,6 +99,8 @@ class Uploads:
 
     def _keep(self, path: Path, name: str) -> Path:
         """Check a file and copy it into the folder under its own name. Raises `ConfigError`."""
+        if not path.resolve().is_relative_to(self.arrived):
+            raise ConfigError("it was not given to this page.")
         suffix = Path(name).suffix.lower()
         if suffix not in self.types:
             raise ConfigError(

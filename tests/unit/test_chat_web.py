@@ -14,6 +14,7 @@ from llama_index.core.schema import Document, TextNode
 pytest.importorskip("gradio", reason="gradio is not installed (extra chat)")
 
 from fastapi.testclient import TestClient  # noqa: E402
+from gradio.utils import get_upload_folder  # noqa: E402
 
 from pipelines.chat_cmd import Questions  # noqa: E402
 from pipelines.chat_web import render  # noqa: E402
@@ -151,7 +152,7 @@ def results(uploads: Uploads, *files: Path) -> str:
 def test_files_are_taken_one_by_one_and_bad_ones_named(chat, tmp_path):
     given, folder = tmp_path / "given", tmp_path / "added"
     given.mkdir()
-    uploads = Uploads(chat, folder, 1)
+    uploads = Uploads(chat, folder, 1, tmp_path)
     before = chat.retriever.relevance
     (given / "good.md").write_text("Parking is in the courtyard.")
     (given / "bad.pdf").write_bytes(b"%PDF-1.4")
@@ -176,7 +177,7 @@ def test_files_are_taken_one_by_one_and_bad_ones_named(chat, tmp_path):
 
 
 def test_a_bad_new_version_leaves_the_old_one(chat, tmp_path):
-    uploads = Uploads(chat, tmp_path / "added", 1)
+    uploads = Uploads(chat, tmp_path / "added", 1, tmp_path)
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "Parking is in the courtyard."}')
     results(uploads, file)
@@ -187,19 +188,21 @@ def test_a_bad_new_version_leaves_the_old_one(chat, tmp_path):
 
 
 def test_a_link_in_the_folder_is_not_followed(chat, tmp_path):
-    uploads = Uploads(chat, tmp_path / "added", 1)
+    uploads = Uploads(chat, tmp_path / "added", 1, tmp_path)
     target = tmp_path / "target.md"
     target.write_text("mine")
     (tmp_path / "added" / "a.md").symlink_to(target)
     (tmp_path / "a.md").write_text("theirs")
     assert "leads out of the folder" in results(uploads, tmp_path / "a.md")
+    (tmp_path / "b.md").symlink_to("/etc/hostname")
+    assert "it was not given to this page" in results(uploads, tmp_path / "b.md")
     assert target.read_text() == "mine"
 
 
 def test_a_collection_of_somebody_else_takes_no_documents(chat, tmp_path):
     chat.embedding = None
     with pytest.raises(ConfigError, match="cannot take documents"):
-        Uploads(chat, tmp_path / "added", 1)
+        Uploads(chat, tmp_path / "added", 1, tmp_path)
 
 
 # Questions
@@ -210,3 +213,23 @@ def test_questions_are_collected_as_they_are_read_again(tmp_path):
     for question in ("What\n is it?", "  Why? "):
         asked.add(question)
     assert read_questions(asked.path) == ["What is it?", "Why?"]
+
+
+def test_a_path_that_was_not_given_to_the_page_is_not_read(chat, tmp_path):
+    """A reader who speaks to the server without the page names a file of the server's."""
+    secret = tmp_path / "secret.md"
+    secret.write_text("The safe's number is 4711.")
+    chat.warm_up()
+    settings = Settings(upload_folder=tmp_path / "added")
+    with TestClient(make_app(chat, None, None, settings)) as client:
+        events = client.get("/config").json()["dependencies"]
+        (upload,) = (event["id"] for event in events if any(t[1] == "upload" for t in event["targets"]))
+        file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}, "orig_name": "secret.md"}
+        begin = events[0]["id"]
+        for number, data in ((upload, [[file]]), (begin, [file, None])):
+            session = {"session_hash": f"s{number}"}
+            client.post("/gradio_api/queue/join", json={"data": data, "fn_index": number} | session)
+            with client.stream("GET", "/gradio_api/queue/data", params=session) as stream:
+                assert '"success":false' in "".join(stream.iter_lines())
+    assert list((tmp_path / "added").iterdir()) == []
+    assert not [path for path in Path(get_upload_folder()).rglob("secret.md")]
