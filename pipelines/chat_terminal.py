@@ -45,7 +45,7 @@ class _Talk:
         else:
             if self.asked is not None:
                 self.asked.add(line)
-            _answer(self.engine.ask(line))
+            _answer(self.engine.ask(line), drafts=self.chat.llm is not None)
 
 
 def talk(chat: Chat, other: Chat | None, asked: Questions | None) -> None:
@@ -67,13 +67,13 @@ def talk(chat: Chat, other: Chat | None, asked: Questions | None) -> None:
             show.out.print(f"[bold red]error:[/] {show.escape(str(error))}", soft_wrap=True)
 
 
-def _answer(parts: Iterator[str | Answer]) -> None:
-    """Print an answer as it comes, and what it stands on when it is whole."""
+def _answer(parts: Iterator[str | Answer], drafts: bool) -> None:
+    """Print what a model writes as it comes, and the answer with what it stands on when it was checked."""
     written = False
     for part in parts:
         if isinstance(part, Answer):
             _whole(part, written)
-        else:
+        elif drafts:
             written = True
             show.out.print(show.clean(part), end="", markup=False, soft_wrap=True, style="dim")
 

@@ -107,8 +107,8 @@ def make_app(chat: Chat, other: Chat | None, asked: Questions | None, settings: 
         enable_monitoring=False,
         **PAGE,
     )
-    # Gradio looks at which files a reader may name only in a page that it launched itself, not in a mounted one:
-    # a made-up path would be copied to where readers can fetch it.
+    # Gradio looks at which files a reader may name only in a page that it launched itself; in a mounted one a
+    # made-up path would be copied to where readers can fetch it.
     page.has_launched = True
     app.add_middleware(_Guard, uploads=settings.upload_folder is not None)
     if settings.host in LOOPBACK:  # a page elsewhere cannot reach it by another name
