@@ -16,7 +16,7 @@ import transformers
 from pipelines.app import main
 from rag_embfilter import EmbFilter, Encoder, EvalSet, Store, evaluate
 from rag_embfilter.backbone import PACKAGED, packaged_gguf
-from rag_embfilter.chat.llms import causal_lm
+from rag_embfilter.chat.backbone_llm import causal_lm
 from rag_embfilter.errors import BackboneError
 from rag_embfilter.files import file_sha256
 from rag_embfilter.spectrum import Spectrum

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from rag_embfilter import EmbFilter, Encoder
 from rag_embfilter.chat import Answer, Chat, CitedChatEngine, Found, ModelError, Passage
 from rag_embfilter.chat.answers import checked, extracted, refuses
+from rag_embfilter.chat.backbone_llm import MAX_NEW_TOKENS, causal_lm
 from rag_embfilter.chat.followups import joined, refers, trustworthy
-from rag_embfilter.chat.llms import MAX_NEW_TOKENS, causal_lm, make_llm
+from rag_embfilter.chat.llms import make_llm
 from rag_embfilter.chat.prompts import SYSTEM, fenced, question_with
 from rag_embfilter.chat.relevance import Relevance, Signals
 from rag_embfilter.chat.side_by_side import side_by_side
@@ -299,7 +300,6 @@ def test_a_model_that_nobody_knows_is_refused(spec):
 
 
 def test_the_backbone_writes_and_can_be_stopped(encoder):
-    pytest.importorskip("llama_index.llms.huggingface")
     model = make_llm("local", encoder.backbone)
     pieces = model.stream_complete("Hello")
     first = next(pieces)
@@ -362,7 +362,7 @@ def test_a_head_with_more_than_a_matrix_is_refused(encoder, monkeypatch):
             return self.head
 
     monkeypatch.setattr(
-        "rag_embfilter.chat.llms.AutoModelForCausalLM", SimpleNamespace(from_config=lambda c: Odd())
+        "rag_embfilter.chat.backbone_llm.AutoModelForCausalLM", SimpleNamespace(from_config=lambda c: Odd())
     )
     with pytest.raises(BackboneError, match="head.bias"):
         causal_lm(encoder.backbone)
