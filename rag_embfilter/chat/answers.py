@@ -20,6 +20,9 @@ REFUSAL = re.compile(
 )
 # Half of what a sentence says, by weight of its words, must be in the passage that it cites.
 SUPPORT = 0.5
+# Without a model: sentences of an answer, and how much of the best one's share another must have.
+MOST_SENTENCES = 4
+NEAR_BEST = 0.6
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,19 @@ def _cited_sentences(text: str, passages: int) -> Iterator[tuple[str, tuple[int,
             continue
 
 
-def extracted(question: str, passages: Sequence[Passage], words: Words, limit: int = 3) -> tuple[Claim, ...]:
-    """The best sentences of the first passages, each with its number: an answer that nobody wrote."""
-    claims = []
-    for passage in passages[:limit]:
+def extracted(question: str, passages: Sequence[Passage], words: Words) -> tuple[Claim, ...]:
+    """The sentences that share most with a question, best first, each with its number: an answer nobody wrote.
+
+    Those that share little beside the best one are left out; of the first passage there is always one.
+    """
+    found: list[tuple[float, Claim]] = []
+    for passage in passages:
         title = str(passage.hit.node.metadata.get("title") or "").strip()
         text = passage.hit.text.removeprefix(title).strip() or passage.hit.text
-        best = words.best_sentences(question, text, 2 if passage.number == 1 else 1)
-        claims += [Claim(sentence, (passage.number,)) for sentence in best]
-    return tuple(claims)
+        for sentence in words.best_sentences(question, text):
+            found.append((words.coverage(question, sentence), Claim(sentence, (passage.number,))))
+    best = max((share for share, _ in found), default=0.0)
+    if not best:
+        return tuple(claim for _, claim in found[:1])
+    good = [pair for pair in found if pair[0] >= NEAR_BEST * best]
+    return tuple(claim for _, claim in sorted(good, key=lambda pair: -pair[0])[:MOST_SENTENCES])
