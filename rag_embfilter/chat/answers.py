@@ -139,7 +139,7 @@ def _cited_sentences(text: str, passages: int) -> Iterator[tuple[str, tuple[int,
 
 
 def extracted(question: str, passages: Sequence[Passage], words: Words) -> tuple[Claim, ...]:
-    """The sentences that share most with a question, best first, each with its number: an answer nobody wrote.
+    """Sentences that share most with a question, best first, each with its number: an answer nobody wrote.
 
     Those that share little beside the best one are left out; of the first passage there is always one.
     """
