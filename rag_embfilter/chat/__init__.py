@@ -34,6 +34,8 @@ __all__ = [
     "Passage",
 ]
 
+SMALL = 1_000_000_000  # parameters under which a model is asked in the simplest words
+
 
 class Chat:
     """A collection to talk to; shared by any number of conversations, from any thread.
@@ -70,7 +72,9 @@ class Chat:
             embedding = embedder_of(store, name, device, dtype)
         self.store, self.info, self.llm_name, self.embedding = store, info, llm, embedding
         self.retriever = ChatRetriever(store, info, embedding, mode, top_k)
-        self.llm = make_llm(llm, self._backbone(device, dtype) if llm == "local" else None)
+        backbone = self._backbone(device, dtype) if llm == "local" else None
+        self.llm = make_llm(llm, backbone)
+        self.small = backbone is not None and backbone.model.num_parameters() < SMALL
 
     def _backbone(self, device: str | None, dtype: str | None) -> Backbone:
         if self.embedding is not None:
@@ -89,11 +93,12 @@ class Chat:
     def engine(self) -> CitedChatEngine:
         """A new conversation, with a memory of its own."""
         count = None if self.embedding is None else self.embedding.encoder.backbone.tokenizer.tokenize
-        return CitedChatEngine(self.retriever, self.llm, count, self.llm_name.startswith("openai:"))
+        rewrites = self.llm_name.startswith("openai:")
+        return CitedChatEngine(self.retriever, self.llm, count, rewrites, self.small)
 
     def query_engine(self) -> CitedQueryEngine:
         """LlamaIndex's query engine: questions without a conversation."""
-        return CitedQueryEngine(retriever=self.retriever, llm=self.llm)
+        return CitedQueryEngine(retriever=self.retriever, llm=self.llm, small=self.small)
 
 
 def embedder_of(

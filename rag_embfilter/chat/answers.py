@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rag_embfilter.chat.prompts import DONT_KNOW
-from rag_embfilter.chat.words import Words, sentences
+from rag_embfilter.chat.words import Words, sentences, stem
 from rag_embfilter.store import Hit
 
 CITATION = re.compile(r"\s*[\[【(](?:passages?\s*)?(\d{1,3}(?:\s*[,;]\s*\d{1,3})*)[\]】)]", re.IGNORECASE)
 # "(2024)" is no citation: in round brackets only the numbers of passages count, see `_numbers`.
 NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+COUNTED = re.compile(r"(\d+(?:[.,:]\d+)*)[\s-]+([^\W\d_]+)")
 REFUSAL = re.compile(
     r"\b(?:i (?:don.?t|do not) know|(?:passages?|context|text)s? (?:does|do|did)(?: not|n.t) "
     r"(?:say|answer|mention|provide|contain|specify))",
@@ -94,6 +95,8 @@ def checked(text: str, passages: Sequence[Passage], words: Words) -> tuple[Claim
     """
     claims: list[Claim] = []
     for sentence, numbers in _cited_sentences(text, len(passages)):
+        if any(claim.text == sentence for claim in claims):
+            continue  # small models go in circles
         scores = {p.number: support(sentence, p.hit.text, words) for p in passages}
         good = tuple(n for n in numbers if scores.get(n, 0) >= SUPPORT)
         if not good and scores:
@@ -105,11 +108,16 @@ def checked(text: str, passages: Sequence[Passage], words: Words) -> tuple[Claim
 
 def support(sentence: str, passage: str, words: Words) -> float:
     """Share of a sentence's words, by weight, that a passage holds; 0 when it gives a number that is not
-    there.
+    there, or not of the same things: `12 hours` is not `12 months`.
     """
-    if set(NUMBER.findall(sentence)) - set(NUMBER.findall(passage)):
+    if _numbers(sentence) - _numbers(passage) or set(NUMBER.findall(sentence)) - set(NUMBER.findall(passage)):
         return 0.0
     return words.coverage(sentence, passage)
+
+
+def _numbers(text: str) -> set[tuple[str, str]]:
+    """Numbers with the word that follows them."""
+    return {(number, stem(word)) for number, word in COUNTED.findall(text)}
 
 
 def refuses(text: str) -> bool:

@@ -17,7 +17,7 @@ from llama_index.core.schema import NodeWithScore
 
 from rag_embfilter.chat.answers import Answer, Passage, checked, extracted, refuses
 from rag_embfilter.chat.followups import joined, refers, trustworthy
-from rag_embfilter.chat.prompts import CONDENSE, DONT_KNOW, SYSTEM, harmless, question_with
+from rag_embfilter.chat.prompts import CONDENSE, DONT_KNOW, SMALL_SYSTEM, SYSTEM, harmless, question_with
 from rag_embfilter.chat.retrieval import ChatRetriever, Found, as_nodes
 from rag_embfilter.errors import EmbFilterError
 
@@ -35,6 +35,7 @@ class CitedChatEngine(CondensePlusContextChatEngine):
         retriever: shared by all conversations.
         llm: who writes; None answers with the passages' best sentences.
         count_tokens: the memory's measure, text to tokens.
+        small: whether the model is too small for rules, several passages and the conversation.
         rewrites: whether the model is asked to rewrite every follow-up; else those that point back.
 
     `ask` streams; LlamaIndex's `chat` and `stream_chat` stand on it and give its passages as source nodes.
@@ -46,6 +47,7 @@ class CitedChatEngine(CondensePlusContextChatEngine):
         llm: LLM | None,
         count_tokens: Callable[[str], Any] | None = None,
         rewrites: bool = False,
+        small: bool = False,
     ) -> None:
         memory = ChatMemoryBuffer.from_defaults(
             token_limit=MEMORY_TOKENS, tokenizer_fn=count_tokens or str.split
@@ -53,7 +55,7 @@ class CitedChatEngine(CondensePlusContextChatEngine):
         no_model: Any = None
         super().__init__(retriever, llm or no_model, memory, system_prompt=SYSTEM, condense_prompt=CONDENSE)
         self.finder, self.writer = retriever, llm
-        self._rewrites = rewrites
+        self._rewrites, self._small = rewrites, small
         self.last: Answer | None = None
 
     def ask(self, question: str, stop: threading.Event | None = None) -> Iterator[str | Answer]:
@@ -90,9 +92,9 @@ class CitedChatEngine(CondensePlusContextChatEngine):
         """The model's answer as it comes; gives it checked against the passages."""
         texts = [passage.hit.text for passage in found.passages]
         messages = [
-            ChatMessage(role=MessageRole.SYSTEM, content=SYSTEM),
-            *history,
-            ChatMessage(role=MessageRole.USER, content=question_with(texts, standalone)),
+            ChatMessage(role=MessageRole.SYSTEM, content=SMALL_SYSTEM if self._small else SYSTEM),
+            *([] if self._small else history),
+            ChatMessage(role=MessageRole.USER, content=question_with(texts, standalone, self._small)),
         ]
         text = ""
         try:
@@ -148,7 +150,7 @@ class CitedChatEngine(CondensePlusContextChatEngine):
         if not asked or not (leans or (self.writer is not None and self._rewrites)):
             return latest_message
         together = joined(asked[-1], latest_message) if leans else latest_message
-        if self.writer is None:
+        if self.writer is None or self._small:
             return together
         history = "\n".join(f"{m.role.value}: {harmless(m.content or '')}" for m in chat_history[-6:])
         prompt = CONDENSE.format(history=history, question=harmless(latest_message))
@@ -206,10 +208,11 @@ class CitedQueryEngine(CustomQueryEngine):
 
     retriever: Any
     llm: Any = None
+    small: bool = False
 
     def custom_query(self, query_str: str) -> Response:
         """Answer a question."""
-        answered = CitedChatEngine(self.retriever, self.llm).chat(query_str)
+        answered = CitedChatEngine(self.retriever, self.llm, small=self.small).chat(query_str)
         return Response(answered.response, source_nodes=answered.source_nodes)
 
 

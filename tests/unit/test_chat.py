@@ -56,6 +56,8 @@ def cites(text: str, *texts: str) -> list[tuple[str, tuple[int, ...]]]:
         ("A hotel may cost 140 euros a night [1].", [("A hotel may cost 140 euros a night.", (2,))]),
         # Another number than the passage's, and words that stand nowhere.
         ("A hotel may cost 150 euros a night [2].", [("A hotel may cost 150 euros a night.", ())]),
+        ("A hotel may cost 140 dollars a night [2].", [("A hotel may cost 140 dollars a night.", ())]),
+        ("Trains are second class. Trains are second class.", [("Trains are second class.", (2,))]),
         ("Bananas grow on purple trees [1].", [("Bananas grow on purple trees.", ())]),
         ("Trains are second class (2019).", [("Trains are second class (2019).", ())]),
         (
@@ -367,3 +369,13 @@ def test_a_head_with_more_than_a_matrix_is_refused(encoder, monkeypatch):
     )
     with pytest.raises(BackboneError, match="head.bias"):
         causal_lm(encoder.backbone)
+
+
+def test_a_small_model_gets_one_passage_and_no_conversation():
+    model = Model("A hotel may cost 140 euros a night.")
+    engine = CitedChatEngine(Finder(), model, small=True)
+    for question in ("What does a hotel cost?", "And what does it include?"):
+        whole(engine, question)
+    system, user = model.messages[1]
+    assert system.role.value == "system" and user.content.count("</passage>") == 1 and BADGE in user.content
+    assert engine.finder.asked[-1] == "What does a hotel cost? And what does it include?"
