@@ -142,8 +142,6 @@ def _cited_sentences(text: str, passages: int) -> Iterator[tuple[str, tuple[int,
         bare = re.sub(r"^(?:[-*•]|#+)\s+", "", bare)
         if re.search(r"\w", bare):
             yield bare, tuple(dict.fromkeys(numbers))
-        elif numbers:
-            continue
 
 
 def extracted(question: str, passages: Sequence[Passage], words: Words) -> tuple[Claim, ...]:
@@ -160,5 +158,7 @@ def extracted(question: str, passages: Sequence[Passage], words: Words) -> tuple
     best = max((share for share, _ in found), default=0.0)
     if not best:
         return tuple(claim for _, claim in found[:1])
-    good = [pair for pair in found if pair[0] >= NEAR_BEST * best]
-    return tuple(claim for _, claim in sorted(good, key=lambda pair: -pair[0])[:MOST_SENTENCES])
+    first = max((pair for pair in found if pair[1].cites == (1,)), key=lambda pair: pair[0])
+    near = [pair for pair in found if pair[0] >= NEAR_BEST * best and pair is not first]
+    kept = [first, *sorted(near, key=lambda pair: -pair[0])[: MOST_SENTENCES - 1]]
+    return tuple(claim for _, claim in sorted(kept, key=lambda pair: -pair[0]))
