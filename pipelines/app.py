@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from pipelines import (
+    chat_cmd,
     check_cmd,
     choose_cmd,
     collections_cmd,
@@ -29,7 +30,7 @@ from pipelines.show import set_up_logging
 
 app = typer.Typer(
     name="python -m pipelines",
-    help="Use an LLM you already have as a retrieval embedder: ingest, search, evaluate.",
+    help="Use an LLM you already have as a retrieval embedder: ingest, search, chat, evaluate.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command("demo")(demo_cmd.demo)
 app.command("ingest")(ingest_cmd.ingest)
 app.command("search")(search_cmd.search)
+app.command("chat")(chat_cmd.chat)
 app.command("evaluate")(evaluate_cmd.evaluate)
 app.command("choose")(choose_cmd.choose)
 app.command("make-eval-set")(make_cmd.make_eval_set)

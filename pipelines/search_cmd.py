@@ -162,7 +162,7 @@ def _condition(word: str) -> tuple[str, str]:
     return name, value
 
 
-def _shown_place(hit: Hit) -> str:
+def shown_place(hit: Hit) -> str:
     """The source by its path from here where it lies below this folder."""
     source = str(hit.node.metadata.get("source", ""))
     here = f"{Path.cwd().as_posix()}/"
@@ -171,7 +171,7 @@ def _shown_place(hit: Hit) -> str:
 
 def _print_hit(rank: int, hit: Hit) -> None:
     show.out.print(
-        f"[bold]{rank}.[/] [cyan]{hit.score:.3f}[/] [bold]{show.escape(_shown_place(hit))}[/]", soft_wrap=True
+        f"[bold]{rank}.[/] [cyan]{hit.score:.3f}[/] [bold]{show.escape(shown_place(hit))}[/]", soft_wrap=True
     )
     passage = textwrap.shorten(show.clean(hit.text), 400, placeholder=" ...")
     width = min(96, show.out.width - 4)

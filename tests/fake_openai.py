@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -38,7 +40,8 @@ class FakeOpenAI:
     """`with FakeOpenAI(rule) as server:`; `server.spec` names it for `--judge`.
 
     A rule gets the prompt and how often it came, and gives the answer's text, a message's fields, or
-    (status, headers) of an error. It may sleep.
+    (status, headers) of an error. It may sleep. Where a stream is wanted, the prompt is the last message, and
+    the rule gives the pieces of the answer, or None among them for a connection that is lost.
     """
 
     def __init__(self, rule: Callable[[str, int], Any] = lambda prompt, times: good(prompt)) -> None:
@@ -96,6 +99,8 @@ class FakeOpenAI:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:  # noqa: N802
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if body.get("stream"):
+                    return self._stream(body)
                 status, headers, content = server._answer(body, self.headers["Authorization"])
                 try:
                     self.send_response(status)
@@ -106,6 +111,31 @@ class FakeOpenAI:
                     self.wfile.write(content)
                 except OSError:
                     pass  # the client has given up, which is what a late answer is for
+
+            def _stream(self, body: dict[str, Any]) -> None:
+                prompt = body["messages"][-1]["content"]
+                server.prompts.append(prompt)
+                server.bodies.append(body)
+                server.keys.add(self.headers["Authorization"])
+                answer = server.rule(prompt, 1)
+                self.close_connection = True
+                if isinstance(answer, tuple):
+                    return self.send_error(answer[0])
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                for piece in answer:
+                    if piece is None:
+                        self.wfile.flush()
+                        self.connection.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        )
+                        return self.connection.close()
+                    choice = {"index": 0, "delta": {"role": "assistant", "content": piece}}
+                    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "fake"}
+                    self.wfile.write(f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n".encode())
+                    self.wfile.flush()
+                self.wfile.write(b"data: [DONE]\n\n")
 
             def log_message(self, *words: object) -> None:
                 pass

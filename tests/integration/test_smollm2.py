@@ -16,6 +16,7 @@ import transformers
 from pipelines.app import main
 from rag_embfilter import EmbFilter, Encoder, EvalSet, Store, evaluate
 from rag_embfilter.backbone import PACKAGED, packaged_gguf
+from rag_embfilter.chat.backbone_llm import causal_lm
 from rag_embfilter.errors import BackboneError
 from rag_embfilter.files import file_sha256
 from rag_embfilter.spectrum import Spectrum
@@ -152,3 +153,16 @@ def test_the_penaltys_example_runs_and_its_training_lowers_it(encoder):
     assert done.returncode == 0, done.stderr
     energies = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()]
     assert len(energies) == 10 and energies[-1] < energies[0] - 0.005
+
+
+def test_the_chats_example_runs_and_writes_with_the_embedders_weights(encoder):
+    pytest.importorskip("llama_index.llms.huggingface", reason="llama-index-llms-huggingface (extra chat)")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "docs" / "examples" / "chat.py")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("A hotel may cost up to 140 euros a night.")
+    whole = causal_lm(encoder.backbone)
+    held = {p.data_ptr() for p in encoder.backbone.model.parameters()}
+    assert {p.data_ptr() for p in whole.parameters()} == held

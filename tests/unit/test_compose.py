@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipelines.app import app
+
 FILE = Path(__file__).parents[2] / "docker-compose.yml"
 SERVICE = yaml.safe_load(FILE.read_text())["services"]["qdrant"]
 
@@ -75,3 +77,20 @@ def test_an_empty_key_is_no_key(tmp_path, key, seen):
     assert SERVICE["environment"]["QDRANT__SERVICE__API_KEY"] == "${QDRANT_API_KEY:-}"
     done = _bash(SERVICE["command"], cwd=tmp_path, env=os.environ | {"QDRANT__SERVICE__API_KEY": key})
     assert done.stdout == f"{seen}\n"
+
+
+def test_the_chat_is_asked_for_options_that_there_are(tmp_path):
+    """Its two commands are run here with a stand-in that shows its arguments, then parsed by the real one."""
+    chat = yaml.safe_load(FILE.read_text())["services"]["chat"]
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$*"\n')
+    (tmp_path / "python").chmod(0o755)
+    values = {name: value.partition(":-")[2].rstrip("}") for name, value in chat["environment"].items()}
+    given = os.environ | values | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [*chat["entrypoint"], *chat["command"]]
+    ingest, talk = _bash(words, env=given).stdout.splitlines()
+    assert talk.endswith("--web --host 0.0.0.0") and "--collection documents-calibrated-r4" in talk
+    assert _bash(words, env=given | {"EMBFILTER_CHAT_PASSWORD": "s"}).stdout.endswith("0.0.0.0 --password\n")
+    for line in (ingest, talk):
+        with pytest.raises(SystemExit) as end:
+            app(args=[*line.split()[2:], "--help"], prog_name="x")
+        assert end.value.code == 0

@@ -14,7 +14,7 @@ ORDER = (
     "spectrum spectroscopy calibration recipes making filters normalizing penalty encoder cluster "
     "distributed endpoint verifying lens config embedding export nodes store vector_store langchain "
     "fitting ingestion refiltering metrics eval_set yardstick set_check evaluation choose drafting judge "
-    "benchmark"
+    "benchmark chat"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},

@@ -23,6 +23,7 @@ COMMANDS = [
     ["demo"],
     ["ingest"],
     ["search"],
+    ["chat"],
     ["evaluate"],
     ["choose"],
     ["mteb"],
