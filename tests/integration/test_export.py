@@ -61,7 +61,7 @@ def test_a_calibrated_collection_is_exported_with_its_fit_and_query_mean(tmp_pat
     questions = "where is my badge?\nwho fixes printers?\nhow long is lunch?\nis there a gym?\nmay I park?\n"
     (tmp_path / "questions.txt").write_text(questions)
     where = ["--qdrant-path", str(tmp_path / "qdrant")]
-    given = ["--collection", "faq", "--filter-types", "calibrated", "--filter-ratios", "8", "--device", "cpu"]
+    given = ["--collection", "faq", "--filter-types", "calibrated", "--filter-ratios", "8", "--dtype", "float32"]
     asked = ["--example-questions", str(tmp_path / "questions.txt")]
     assert main(["ingest", str(tmp_path / "faq.jsonl"), *given, *asked, *where]) == 0
     out = tmp_path / "out"
@@ -75,7 +75,7 @@ def test_a_calibrated_collection_is_exported_with_its_fit_and_query_mean(tmp_pat
     made, said = read(out, texts, tmp_path)
     assert said == {"dim": 72, "ours": False}
     np.testing.assert_allclose(made["document"], page.vectors[:8], atol=1e-5)
-    raw = Encoder("smollm2", device="cpu").encode_queries(texts)
+    raw = Encoder("smollm2", device="cpu", dtype="float32").encode_queries(texts)
     np.testing.assert_allclose(made["query"], embfilter.apply(raw, "query"), atol=1e-5)
     assert np.abs(made["query"] - made["document"]).max() > 0.01
 
@@ -87,6 +87,6 @@ def test_families_and_templates_keep_their_vectors(family, template, tmp_path):
     """The export's own check passes; a query template of its own makes a router over two transformers."""
     name = family if family == "smollm2" else str(tiny.save_model(tmp_path / "model", family))
     other = "topic" if template == "search" else None
-    encoder = Encoder(name, template, max_length=60, device="cpu", query_template=other)
+    encoder = Encoder(name, template, max_length=60, device="cpu", dtype="float32", query_template=other)
     report = export_sentence_transformers(encoder, EmbFilter.from_encoder(encoder, "edge", 4), tmp_path / "o")
     assert report.difference < 1e-5 and report.copies == (2 if other else 1)

@@ -68,7 +68,9 @@ def test_a_quantised_checkpoint_is_refused(tmp_path, llama, monkeypatch):
 
     model = transformers.AutoModelForCausalLM.from_pretrained(llama)
     model.config.quantization_config = {"quant_method": "fp8"}
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: model)
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (model, {"missing_keys": []})
+    )
     monkeypatch.setattr("rag_embfilter.backbone._LOADED", {})
     with pytest.raises(BackboneError, match="is quantised"):
         load_backbone(str(llama), device="cpu")

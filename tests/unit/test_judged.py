@@ -97,7 +97,7 @@ BEHAVIOUR = {
     "verdict 7": lambda prompt, times: '{"reason": "", "verdict": 7}',
     "empty": lambda prompt, times: "  ",
     "thinks only": lambda prompt, times: "<think>so</think>",
-    "late": lambda prompt, times: time.sleep(1.2) or good(prompt),
+    "late": lambda prompt, times: time.sleep(3) or good(prompt),
     "busy once": lambda prompt, times: (429, {"retry-after-ms": "1"}) if times == 1 else good(prompt),
     "always busy": lambda prompt, times: (429, {"retry-after-ms": "1"}),
     "broken": lambda prompt, times: (500, {"retry-after-ms": "1"}),
@@ -137,7 +137,7 @@ def test_every_failure_is_counted_by_its_reason_and_only_passing_ones_are_tried_
     tested = make_set({kind: f"question {kind}?" for kind in BEHAVIOUR})
     run = dict.fromkeys(BEHAVIOUR, ["p1"])
     with FakeOpenAI(rule) as server:
-        asked = judging(server, "context_precision", timeout=0.6, concurrency=8)
+        asked = judging(server, "context_precision", timeout=1.5, concurrency=8)
         found = judge.judge_runs(tested, {"raw": run}, asked, ones)
     metric = found.rows["raw"].metrics["context_precision"]
     assert metric.failures == FAILURES
