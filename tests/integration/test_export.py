@@ -61,7 +61,8 @@ def test_a_calibrated_collection_is_exported_with_its_fit_and_query_mean(tmp_pat
     questions = "where is my badge?\nwho fixes printers?\nhow long is lunch?\nis there a gym?\nmay I park?\n"
     (tmp_path / "questions.txt").write_text(questions)
     where = ["--qdrant-path", str(tmp_path / "qdrant")]
-    given = ["--collection", "faq", "--filter-types", "calibrated", "--filter-ratios", "8", "--dtype", "float32"]
+    given = ["--collection", "faq", "--filter-types", "calibrated", "--filter-ratios", "8"]
+    given += ["--dtype", "float32"]
     asked = ["--example-questions", str(tmp_path / "questions.txt")]
     assert main(["ingest", str(tmp_path / "faq.jsonl"), *given, *asked, *where]) == 0
     out = tmp_path / "out"
