@@ -35,7 +35,7 @@ def demo(
     start = time.perf_counter()
     loaded = EvalSet.load(eval_set)
     show.err.print("Loading SmolLM2-135M ...")
-    encoder = Encoder("smollm2")
+    encoder = Encoder("smollm2", dtype="float32")  # the same figures on every machine
     filters, _ = options.make_filters(encoder, ["edge"], [2, 4, 8], raw=True)
     with Store(path=qdrant_path) as store:
         (evaluation,) = run_evaluation(
