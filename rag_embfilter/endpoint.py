@@ -103,7 +103,7 @@ class EndpointEncoder(Encoder):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{label} {value!r}: expected a whole number of 1 or more.")
         self.client = EndpointClient(endpoint, model or backbone, model is None, timeout)
-        whole = load_backbone(backbone, revision, "cpu", dtype)
+        whole = load_backbone(backbone, revision, "cpu", dtype or "float32")
         # Nothing of the model itself is needed but where it is and what it computes in.
         shell = SimpleNamespace(device=torch.device("cpu"), dtype=whole.dtype, config=whole.model.config)
         super().__init__(
