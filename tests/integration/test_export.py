@@ -82,8 +82,16 @@ def test_a_calibrated_collection_is_exported_with_its_fit_and_query_mean(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, "smollm2"])
-@pytest.mark.parametrize("template", ["prompteol", "search", "plain"])
+@pytest.mark.parametrize(
+    ("family", "template"),
+    [
+        ("Llama", "prompteol"),
+        ("GPT2", "plain"),
+        ("Qwen2", "search"),
+        ("Gemma3Text", "search"),
+        ("smollm2", "search"),
+    ],
+)
 def test_families_and_templates_keep_their_vectors(family, template, tmp_path):
     """The export's own check passes; a query template of its own makes a router over two transformers."""
     name = family if family == "smollm2" else str(tiny.save_model(tmp_path / "model", family))
