@@ -8,7 +8,7 @@ import torch
 from rag_embfilter import EmbFilter, Encoder
 from rag_embfilter.penalty import frequency_penalty
 
-encoder = Encoder("smollm2", device="cpu")
+encoder = Encoder("smollm2", device="cpu", dtype="float32")  # small steps are lost in a half
 model, tokenizer = encoder.backbone.model, encoder.backbone.tokenizer
 # `mid` keeps both ends of the spectrum: the directions that `edge` and `calibrated` take out.
 edge = torch.from_numpy(EmbFilter.from_encoder(encoder, "mid", 4).matrix)  # [144, 576]
