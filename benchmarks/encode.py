@@ -36,7 +36,7 @@ from rag_embfilter import EmbFilter, Encoder
 
 GRID = [(kind, ratio) for kind in ("edge", "tail") for ratio in (2, 4, 8, 16)]
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = 3
+ROUNDS = 2
 
 
 def read(path: Path) -> list[str]:
@@ -44,8 +44,11 @@ def read(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.open(encoding="utf-8")]
 
 
+QUESTIONS = 5  # for each passage, as xquad-en has them
+
+
 def text_sets(count: int) -> dict[str, list[str]]:
-    """So many texts of each kind, picked with a fixed seed, in no order of length."""
+    """So many texts of each kind, picked with a fixed seed, in no order of length; mixed, more questions."""
     data = Path(os.environ.get("EMBFILTER_DATASETS") or ROOT.parent / "shared" / "datasets")
     if (data / "xquad-en").is_dir() and (data / "medquad").is_dir():
         kinds = {
@@ -61,7 +64,9 @@ def text_sets(count: int) -> dict[str, list[str]]:
         }
     draw = np.random.default_rng(0)
     sets = {name: [texts[i] for i in draw.permutation(len(texts))[:count]] for name, texts in kinds.items()}
+    questions = next(texts for name, texts in kinds.items() if name.endswith("questions"))
     every = [text for texts in sets.values() for text in texts]
+    every += [questions[i] for i in draw.permutation(len(questions))[: (QUESTIONS - 1) * count]]
     return sets | {"mixed": [every[i] for i in draw.permutation(len(every))]}
 
 
