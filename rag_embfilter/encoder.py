@@ -117,7 +117,8 @@ class Encoder:
         else:
             self._passes = Passes(self.backbone, batch_tokens, padding_side, torch_compile)
         self._layout = {"padding_side": padding_side, "torch_compile": torch_compile}
-        self._lock = threading.Lock()
+        # Again from the same thread: a stream that is left counts itself whenever Python lets go of it.
+        self._lock = threading.RLock()
 
     @property
     def batch_tokens(self) -> int:
