@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from rag_embfilter import Encoder
-from rag_embfilter.attention import NAME, choose_attention, short_attention
+from rag_embfilter.attention import NAME, blocked_attention, choose_attention
 from rag_embfilter.backbone import load_backbone
 from rag_embfilter.devices import all_gpus, out_of_memory, pick_dtype
 from rag_embfilter.errors import ConfigError, EncodingError
@@ -120,17 +120,32 @@ def test_a_kept_prefix_changes_no_vector(model_folders, family, monkeypatch):
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("masked", [False, True])
-def test_short_attention_is_pytorchs(key_heads, masked):
+@pytest.mark.parametrize("block", [1, 3, 7, 128])
+def test_attention_in_blocks_is_pytorchs(key_heads, masked, block, monkeypatch):
+    monkeypatch.setattr("rag_embfilter.attention.BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 6, 7, 8, generator=generator)
     keys = 9 if masked else 7
     key, value = (torch.randn(3, key_heads, keys, 8, generator=generator) for _ in range(2))
-    mask = torch.ones(7, keys, dtype=torch.bool).tril(keys - 7)[None, None] if masked else None
-    ours, _ = short_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    mask = torch.ones(3, 1, 7, keys, dtype=torch.bool).tril(keys - 7) if masked else None
+    if mask is not None:
+        mask[1, :, :, :2] = False  # a shorter row, padded on the left
+    ours, _ = blocked_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key.repeat_interleave(6 // key_heads, 1), value.repeat_interleave(6 // key_heads, 1),
         attn_mask=mask, is_causal=not masked, scale=0.3,
     )  # fmt: skip
+    torch.testing.assert_close(ours, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_that_looks_both_ways_stays_so(masked):
+    module = torch.nn.Module()
+    module.is_causal = False
+    query, key, value = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    mask = torch.tensor([True, True, True, True, False]).expand(1, 1, 5, 5) if masked else None
+    ours, _ = blocked_attention(module, query, key, value, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(ours, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
