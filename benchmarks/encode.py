@@ -36,7 +36,7 @@ from rag_embfilter import EmbFilter, Encoder
 
 GRID = [(kind, ratio) for kind in ("edge", "tail") for ratio in (2, 4, 8, 16)]
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS = 2
+ROUNDS = 3
 
 
 def read(path: Path) -> list[str]:

@@ -25,7 +25,7 @@ from pipelines import (
     search_cmd,
     verify_cmd,
 )
-from pipelines.options import expand_lists
+from pipelines.lists import expand_lists
 from pipelines.show import set_up_logging
 
 app = typer.Typer(

@@ -29,6 +29,7 @@ def choose(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol", "search"],  # noqa: B006 - typer copies it
     pooling: Annotated[
         list[str],
@@ -65,6 +66,7 @@ def choose(
     loaded = [_pseudo(path) if pseudo else EvalSet.load(path) for path in sets]
     specs = options.filter_specs(filter_types, filter_ratios, keep)
     questions = options.read_questions(example_questions)
+    backbone = options.lent(backbone, unembedding_from)
     model = load_backbone(backbone, revision, device, dtype)
     template = list(dict.fromkeys(template))
     groups = [[each] for each in template] + [list(pair) for pair in combinations(template, 2)]

@@ -162,6 +162,7 @@ def adopt(
     name: Name,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -175,6 +176,7 @@ def adopt(
     qdrant_grpc: options.QdrantGrpc = False,
 ) -> None:
     """Say, on your word, what made a collection that does not know it itself."""
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(backbone, revision, template, query_template, pooling, max_length)
     filters, fitted = options.make_filters(encoder, filter_types, filter_ratios, raw=False)
     if len(filters) != 1 or fitted:

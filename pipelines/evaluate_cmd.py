@@ -32,6 +32,7 @@ def evaluate(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -108,6 +109,7 @@ def evaluate(
         if dry_run:
             judging.dry_run(sets, rows)
             return
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype,
         endpoint=endpoint, endpoint_model=endpoint_model, endpoint_prompts=endpoint_prompts,

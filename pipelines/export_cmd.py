@@ -41,6 +41,7 @@ def export(
     ] = None,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -74,7 +75,7 @@ def export(
         embedder = _from_config(config, filter_file)
     else:
         settings = {
-            "model_name": backbone,
+            "model_name": options.lent(backbone, unembedding_from),
             "revision": revision,
             "template": template[0] if len(template) == 1 else template,
             "query_template": query_template,

@@ -36,6 +36,7 @@ def ingest(
     config: options.Config = None,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -122,6 +123,7 @@ def ingest(
         backbone, revision, template = chosen.model_name, chosen.revision, chosen.templates
         filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
         pooling, max_length, keep = chosen.pooling, chosen.max_length, chosen.keep
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype, engine, num_actors,
         endpoint, endpoint_model, endpoint_prompts,

@@ -43,6 +43,7 @@ def lens(
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to look at.")] = None,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["echo"],  # noqa: B006 - typer copies it
     pooling: options.Pooling = None,
     max_length: options.MaxLength = 512,
@@ -71,6 +72,7 @@ def lens(
 
     options.check_picture(plot)
     drawn = _drawn(texts, passages, sample_size)
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(backbone, revision, template, None, pooling, max_length, device, dtype)
     looking.check(encoder, top)
     raw = encoder.encode_documents([*(texts or []), *drawn])
@@ -145,6 +147,7 @@ def _print(
 def spectrum(
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     corpus: Corpus = None,
     plot: Annotated[Path, typer.Option(metavar="FILE", help="The picture.")] = Path("spectrum.png"),
     json_file: options.JsonFile = None,
@@ -158,6 +161,7 @@ def spectrum(
     from rag_embfilter.files import write_json
 
     options.check_picture(plot)
+    backbone = options.lent(backbone, unembedding_from)
     encoder = Encoder(backbone, "plain", max_length=64, revision=revision)
     counts, source = _counts(encoder, corpus)
     model, found = encoder.backbone, encoder.spectrum()

@@ -41,6 +41,7 @@ def mteb(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -68,6 +69,7 @@ def mteb(
     from rag_embfilter.benchmark import require_mteb, run_tasks
 
     require_mteb()
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype
     )

@@ -13,7 +13,7 @@ from pipelines import show
 from rag_embfilter.errors import ConfigError
 from rag_embfilter.filters import FILTER_TYPES, EmbFilter
 from rag_embfilter.recipes import DEFAULT_KEEP, RECIPES
-from rag_embfilter.templates import POOLINGS, SETS, TEMPLATES
+from rag_embfilter.templates import SETS, TEMPLATES
 
 if TYPE_CHECKING:
     from rag_embfilter.encoder import Encoder
@@ -36,6 +36,15 @@ Backbone = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=MODEL)
 ]
+UnembeddingFrom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE",
+        help="For an embedder that was saved without its unembedding: the causal language model it was "
+        "trained from, whose own is used.",
+        rich_help_panel=MODEL,
+    ),
+]
 Templates = Annotated[
     list[str],
     typer.Option(
@@ -52,7 +61,8 @@ QueryTemplate = Annotated[
 Pooling = Annotated[
     str | None,
     typer.Option(
-        help="last, mean, or last+mean (both joined, from one pass); by default what the template asks for.",
+        help="last, mean, or last+mean (both joined, from one pass); cls or mean for masked models; by "
+        "default what the template asks for.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -216,54 +226,11 @@ JsonFile = Annotated[
 ]
 
 
-def _row_name(word: str) -> bool:
-    """Whether a word is a row of `evaluate`'s table: `raw`, `edge-r2`, `edge-r2+bm25`."""
-    return word.removesuffix("+bm25").split("-")[0] in FILTER_TYPES
+def lent(backbone: str, unembedding_from: str | None) -> str:
+    """A backbone's name with that of the model that lends it its unembedding."""
+    from rag_embfilter.checkpoints import UNEMBEDDING_FROM
 
-
-LISTS = {
-    "--filter-types": lambda word: word in FILTER_TYPES,
-    "--filter-ratios": str.isdecimal,
-    "--template": lambda word: word in TEMPLATES or word in SETS,
-    "--modes": lambda word: word in MODES,
-    "--judged-metrics": lambda word: word in JUDGED,
-    "--judge-filters": lambda word: word in ("all", "recommended", "bm25") or _row_name(word),
-}
-# Lists of one command, one value for every other.
-OWN_LISTS = {
-    "choose": {"--pooling": lambda word: word in POOLINGS},
-    "cost": {"--quantization": lambda word: word in QUANTIZATIONS},
-}
-
-
-def expand_lists(argv: Sequence[str]) -> list[str]:
-    """Lets a list option take several words: `--filter-ratios 2 4 8`, also `2,4,8`.
-
-    Its first word is always its own; further ones while they are of its kind, so that a path after
-    them is still an argument.
-    """
-    expanded: list[str] = []
-    words = list(argv)
-    lists = LISTS | OWN_LISTS.get(words[0] if words else "", {})
-    while words:
-        word = words.pop(0)
-        option, _, value = word.partition("=")
-        if option not in lists:
-            expanded.append(word)
-            continue
-        values = [value] if value else words[:1]
-        if not value:
-            words = words[1:]
-        while words and lists[option](words[0].split(",")[0]):
-            values.append(words.pop(0))
-        if not values:
-            expanded.append(option)
-            continue
-        if option != "--template":  # in which a comma is a comma
-            values = ",".join(values).split(",")
-        for given in values:
-            expanded += [option, given]
-    return expanded
+    return backbone if unembedding_from is None else backbone + UNEMBEDDING_FROM + unembedding_from
 
 
 def make_encoder(

@@ -36,6 +36,7 @@ def refilter(
     ] = None,
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006
     query_template: options.QueryTemplate = None,
     pooling: options.Pooling = None,
@@ -87,6 +88,7 @@ def refilter(
         if source_collection is None:
             encoder = embedder_of(store.info(f"{base}-raw"), device, dtype, endpoint=endpoint).encoder
         else:
+            backbone = options.lent(backbone, unembedding_from)
             encoder = options.make_encoder(
                 backbone, revision, template, query_template, pooling, max_length, device, dtype
             )

@@ -19,6 +19,7 @@ def verify_endpoint(
     ],
     backbone: options.Backbone = "smollm2",
     revision: options.Revision = None,
+    unembedding_from: options.UnembeddingFrom = None,
     template: options.Templates = ["prompteol"],  # noqa: B006 - typer copies it
     pooling: options.Pooling = None,
     endpoint_model: options.EndpointModel = None,
@@ -37,6 +38,7 @@ def verify_endpoint(
     if len(template) > 1 or pooling == "last+mean":
         raise ConfigError("a server is verified with one template and one pooling at a time.")
     client = EndpointClient(endpoint, endpoint_model or backbone, endpoint_model is None)
+    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(backbone, revision, template, None, pooling, 512, device, dtype)
     try:
         findings = verify(client, encoder)

@@ -70,27 +70,29 @@ def blocked_attention(
     key = key.reshape(batch * key_heads, keys, width).transpose(1, 2)
     value = value.reshape(batch * key_heads, keys, -1)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    ahead = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu_(1)
     for start in range(0, queries, BLOCK):
         stop = min(start + BLOCK, queries)
         seen = stop + keys - queries  # keys before these queries' end
         size = (batch * key_heads, group * (stop - start))
-        bias = _bias(attention_mask, slice(start, stop), seen, query.dtype)
         scores = torch.baddbmm(
-            bias.expand(batch, key_heads, group, -1, -1).reshape(*size, seen),
+            query.new_empty(1, 1, 1),  # not read, as beta is 0
             query[..., start:stop, :].reshape(*size, width),
             key[..., :seen],
+            beta=0,
             alpha=width**-0.5 if scaling is None else scaling,
         )
+        each = scores.view(batch, key_heads, group, stop - start, seen)
+        if attention_mask is None:
+            each[..., start:] += _bias(ahead[: stop - start, : stop - start], query.dtype)
+        else:
+            each += _bias(~attention_mask[..., start:stop, :seen], query.dtype).unsqueeze(2)
         mixed = torch.bmm(scores.softmax(dim=-1), value[:, :seen])
         out[..., start:stop, :] = mixed.view(batch, key_heads, group, stop - start, -1)
     return out.view(batch, heads, queries, -1).transpose(1, 2), None
 
 
-def _bias(mask: Tensor | None, some: slice, seen: int, dtype: torch.dtype) -> Tensor:
-    """`[batch or 1, 1, 1, some, seen]`: 0 where a query sees a key, else what no score can make up for."""
-    if mask is None:
-        mask = torch.ones(some.stop - some.start, seen, dtype=torch.bool).tril_(some.start)[None, None]
-    else:
-        mask = mask[..., some, :seen]
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key, and where it is hidden what no score can make up for."""
     # Not infinity: padding on the left sees nothing, and would become NaN that spreads.
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(2)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)

@@ -24,7 +24,7 @@ from rag_embfilter.inputs import Row, RowBuilder
 from rag_embfilter.normalizing import checked, unit_parts
 from rag_embfilter.passes import Passes, Tell
 from rag_embfilter.processes import ProcessPasses
-from rag_embfilter.templates import Template, resolve_templates
+from rag_embfilter.templates import Template, check_pooling, resolve_templates
 from rag_embfilter.windows import EncodeStats, Progress, Texts, Window, told_from, windows
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ FloatArray = NDArray[np.float32]
 
 
 class Encoder:
-    """Turns texts into raw unit embeddings with a causal LM.
+    """Turns texts into raw unit embeddings with a causal LM, or (experimental) a masked one.
 
     Args:
         backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
@@ -46,7 +46,7 @@ class Encoder:
             several, which are averaged.) The raw embedding is then one
             unit vector per template, joined and scaled by `1 / sqrt(templates)`.
         pooling: `last`, `mean`, or `last+mean`, which joins both (as if the template were two, for one
-            pass); by default what the template asks for.
+            pass); `mean` or `cls` for a masked LM; by default what the template asks for.
         max_length: longest text in tokens, the template's own words not counted.
         device, dtype: see `load_backbone`; `cuda:all` is one process per GPU (then a script needs
             `if __name__ == "__main__":` around what it runs).
@@ -106,6 +106,9 @@ class Encoder:
             self.backbone = load_backbone(backbone, revision, "cpu", dtype)
         else:
             self.backbone = load_backbone(backbone, revision, gpus[0] if gpus else device, dtype)
+        check_pooling(self.templates, self.backbone.masked, self.backbone.name)
+        if self.backbone.masked and padding_side == "left":
+            raise ConfigError("padding_side 'left' with a masked language model: expected right.")
         self.max_length = max_length
         self.stats = EncodeStats()
         self._builders = [RowBuilder(self.backbone, each, max_length) for each in self.templates]

@@ -123,6 +123,11 @@ class EndpointEncoder(Encoder):
 
     def _require_askable(self) -> None:
         """Raise `ConfigError` for what a server's one pooling, or a text prompt, cannot express."""
+        if self.backbone.masked:
+            raise ConfigError(
+                f"backbone {self.backbone.name!r} is a masked language model: its filter reads the states "
+                "after the transform of its head, and a server pools those before it. Encode here."
+            )
         if len({each.pooling for each in self.templates}) > 1:
             raise ConfigError(
                 "a server pools in one way, and these templates in two (last+mean): take one pooling, or "

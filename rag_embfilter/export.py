@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from rag_embfilter.backbone import quiet_transformers
+from rag_embfilter.checkpoints import quiet_transformers
 from rag_embfilter.encoder import Encoder
 from rag_embfilter.errors import ConfigError, ExportError, MissingExtraError
 from rag_embfilter.files import whole_folder, write_json
@@ -135,6 +135,11 @@ def _require_expressible(encoder: Encoder, embfilter: EmbFilter) -> None:
         raise ConfigError(
             f"{len(encoder.templates)} templates or poolings are combined here, each scaled to unit length "
             "for itself; sentence-transformers joins before it scales. Export one template with one pooling."
+        )
+    if encoder.backbone.masked:
+        raise ConfigError(
+            f"backbone {encoder.backbone.name!r} is a masked language model: its filter reads the states "
+            "after the transform of its head, and sentence-transformers pools those before it."
         )
     (template,) = encoder.templates
     if len(template.pieces("document")) > 2 or len(template.pieces("query")) > 2:

@@ -27,7 +27,8 @@ class Row:
 
     Attributes:
         ids: token ids, int32 `[tokens]`.
-        start: first position that `mean` pooling counts; it counts all from there on.
+        start: first position that `mean` pooling counts; it counts all from there on. (0 for a masked LM: as
+            is usual there, it counts all that the model sees.)
         lost: text tokens cut away; a lower bound for texts far over the limit.
     """
 
@@ -47,9 +48,11 @@ class RowBuilder:
         self.tokenizer = backbone.tokenizer
         self.template = template
         self.max_length = max_length
-        end = [backbone.end_token()] if template.end_token else []
-        self.begin = backbone.begin_tokens() or end
-        self.end = end
+        self.begin, self.end = backbone.wrapping_tokens()
+        self.masked = backbone.masked
+        if not backbone.masked:
+            self.end = [backbone.end_token()] if template.end_token else []
+            self.begin = self.begin or self.end
         self.words = {role: self.text_ids(template.pieces(role)) for role in ("document", "query")}
         self._check_positions(backbone)
 
@@ -108,7 +111,7 @@ class RowBuilder:
             start = len(ids)
             ids += kept
         ids += words[-1] + self.end
-        return Row(np.array(ids, dtype=np.int32), start, len(text) - len(kept))
+        return Row(np.array(ids, dtype=np.int32), 0 if self.masked else start, len(text) - len(kept))
 
 
 def fault(text: object, unknown: Sequence[str] = ()) -> str | None:

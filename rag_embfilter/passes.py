@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from rag_embfilter import pooling as pool
 from rag_embfilter.backbone import KNOWN_FAMILIES, Backbone
 from rag_embfilter.devices import out_of_memory
 from rag_embfilter.inputs import Row, batches, pad
+from rag_embfilter.pooling import POOLINGS
 
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float32]
 Tell = Callable[[Sequence[int]], None]
-# A processor's caches favour small batches, a GPU's width favours large ones. Beside each, the padding in
-# tokens that costs as much as one more batch.
+# A processor's caches favour small batches (twice these tokens in a half dtype), a GPU's width favours large
+# ones. Beside each, the padding in tokens that costs as much as one more batch.
 BATCH_TOKENS = {"cpu": 512, "cuda": 32768}
 SPARE = {"cpu": 64, "cuda": 1024}
 # A common prefix is kept when it is at least this share of a batch's longest row; for less, what it saves
@@ -90,7 +90,8 @@ class Passes:
     ) -> None:
         kind = backbone.device.type
         self.backbone = backbone
-        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(kind, 8192)
+        halves = 2 if kind == "cpu" and backbone.dtype.itemsize == 2 else 1
+        self.batch_tokens = batch_tokens or halves * BATCH_TOKENS.get(kind, 8192)
         self.spare = SPARE.get(kind, 256)
         self.padding_side = padding_side
         self.compiled = compiled
@@ -160,7 +161,9 @@ class Passes:
         # Padding on the left needs one, and positions counted from the first real token.
         layout: dict[str, Any] = {"use_cache": False}
         cache = None
-        if self.padding_side == "left":
+        if self.backbone.masked:  # it looks right
+            layout = {"attention_mask": batch.mask}
+        elif self.padding_side == "left":
             layout |= {
                 "attention_mask": batch.mask,
                 "position_ids": (batch.mask.cumsum(1) - 1).clamp(min=0),
@@ -168,13 +171,11 @@ class Passes:
         elif prefix:
             cache = self._after(prefix, len(rows))
             layout = {"use_cache": True, self._cache_name: cache}
-        hidden = self.model(input_ids=batch.ids, **layout).last_hidden_state
+        hidden = self.backbone.states(self.model(input_ids=batch.ids, **layout))
         if cache is not None:
             cache.layers.clear()  # a device's memory must not wait for Python to find it free
-        parts = [
-            pool.mean(hidden, batch.span) if each == "mean" else pool.last_token(hidden, batch.mask)
-            for each in poolings
-        ]
+        masks = [batch.span if each == "mean" else batch.mask for each in poolings]
+        parts = [POOLINGS[each](hidden, mask) for each, mask in zip(poolings, masks, strict=True)]
         return torch.cat(parts, dim=1)
 
     def can_keep(self, prefix: Sequence[int], lengths: Sequence[int]) -> bool:

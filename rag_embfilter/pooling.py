@@ -26,4 +26,9 @@ def mean(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden.float().masked_fill(~kept, 0.0).sum(dim=1) / kept.sum(dim=1)
 
 
-POOLINGS = {"last": last_token, "mean": mean}
+def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Hidden state of each row's first token under the mask; shapes as in `last_token`."""
+    return hidden[torch.arange(len(hidden), device=hidden.device), mask.argmax(dim=1)].float()
+
+
+POOLINGS = {"last": last_token, "mean": mean, "cls": first_token}

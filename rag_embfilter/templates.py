@@ -8,8 +8,8 @@ from typing import Literal, cast, get_args
 
 from rag_embfilter.errors import ConfigError
 
-Pooling = Literal["last", "mean"]
-POOLINGS = ("last", "mean", "last+mean")  # the third joins both, from one pass
+Pooling = Literal["last", "mean", "cls"]
+POOLINGS = ("last", "mean", "cls", "last+mean")  # the last joins two, from one pass
 Truncation = Literal["middle", "end"]
 TEXT = "{text}"
 
@@ -20,7 +20,8 @@ class Template:
 
     Attributes:
         document, query: format strings; `{text}` once, or twice for an echo. Nothing else is replaced.
-        pooling: `last` takes the last token; `mean` averages from the last copy of the text to the end.
+        pooling: `last` takes the last token; `mean` averages from the last copy of the text to the end; `cls`
+            takes the first token, which says something in masked LMs alone.
         truncation: what a text over the limit loses: its `middle` (both ends stay) or its `end`.
         end_token: whether the model's end token closes the input (and, without a begin token of the
             tokenizer's own, opens it), as the Echo prompt has it.
@@ -143,7 +144,7 @@ def resolve_templates(
     The name of a set stands for its templates. Raises `ConfigError` also for a set beside other templates,
     with a query template of its own, or with two poolings: it is averaged, not joined.
     """
-    poolings = [pooling] if pooling != "last+mean" else list(get_args(Pooling))
+    poolings = [pooling] if pooling != "last+mean" else ["last", "mean"]
     each = [
         one for name in templates for one in (SETS.get(name, (name,)) if isinstance(name, str) else (name,))
     ]
@@ -156,3 +157,18 @@ def resolve_templates(
             "last or mean."
         )
     return made
+
+
+def check_pooling(templates: Sequence[Template], masked: bool, name: str) -> None:
+    """Refuse a pooling that says nothing with a kind of backbone: causal LMs look left, masked ones both ways."""
+    poolings = {each.pooling for each in templates}
+    if masked and "last" in poolings:
+        raise ConfigError(
+            f"backbone {name!r} is a masked language model, whose last token says nothing of its own. Use the "
+            "template plain, or another that ends in the text, with pooling mean or cls."
+        )
+    if not masked and "cls" in poolings:
+        raise ConfigError(
+            f"pooling 'cls' with {name!r}: the first token of a causal language model sees nothing but itself. "
+            "Use last or mean; cls is for masked language models (BERT and its kin)."
+        )

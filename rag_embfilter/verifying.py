@@ -182,7 +182,6 @@ def _inputs(encoder: Encoder, ids: list[list[int]], texts: list[str]) -> dict[st
 def _states(encoder: Encoder, ids: list[int]) -> FloatArray:
     """Hidden states `[seq, hidden]` after the final norm, float32."""
     row = torch.tensor([ids], device=encoder.backbone.device)
-    states: FloatArray = (
-        encoder.backbone.model(input_ids=row, use_cache=False).last_hidden_state[0].float().cpu().numpy()
-    )
+    output = encoder.backbone.model(input_ids=row)
+    states: FloatArray = encoder.backbone.states(output)[0].float().cpu().numpy()
     return states

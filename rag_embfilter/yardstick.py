@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rag_embfilter.backbone import quiet_transformers
+from rag_embfilter.checkpoints import quiet_transformers
 from rag_embfilter.errors import ConfigError, MissingExtraError
 from rag_embfilter.eval_set import EvalSet
 from rag_embfilter.files import file_sha256

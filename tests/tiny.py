@@ -22,6 +22,14 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "GPT2": {},
 }
 FAMILIES = tuple(_LAYERS)
+_MASKED: dict[str, dict[str, Any]] = {
+    "Bert": {},
+    "XLMRoberta": {},
+    "ModernBert": {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2},
+    "DistilBert": {},
+    "Albert": {"embedding_size": 16},  # its output matrix reads states of this size
+}
+MASKED_FAMILIES = tuple(_MASKED)
 
 
 def tokenizer(
@@ -45,7 +53,8 @@ def tokenizer(
 def save_model(folder: Path, family: str = "Llama", seed: int = 0, **options: Any) -> Path:
     """A two-layer random model and its tokenizer as a folder that transformers loads.
 
-    `options`: `tied` for tied weights, tokenizer's `begin`, `end`, `pad`, and config overrides.
+    `family`: out of `FAMILIES` or `MASKED_FAMILIES`. `options`: `tied` for tied weights, tokenizer's `begin`,
+    `end`, `pad`, and config overrides.
     """
     tokens = {key: options.pop(key) for key in ("begin", "end", "pad") if key in options}
     tied = options.pop("tied", False)
@@ -59,14 +68,17 @@ def save_model(folder: Path, family: str = "Llama", seed: int = 0, **options: An
         "pad_token_id": 0,
         "tie_word_embeddings": tied,
         **_SIZES,
-        **_LAYERS[family],
+        **(_LAYERS | _MASKED)[family],
         **options,
     }
     if family == "GPT2":
         settings |= {"n_positions": settings.pop("max_position_embeddings"), "n_inner": 48}
         del settings["intermediate_size"]
+    if family == "DistilBert":
+        settings |= {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+    kind = transformers.AutoModelForMaskedLM if family in _MASKED else transformers.AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**settings))
+    model = kind.from_config(config_class(**settings))
     for parameter in model.parameters():  # far from the flat initialisation, so that texts differ
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)

@@ -16,7 +16,8 @@ from llama_index.core.llms.callbacks import llm_completion_callback
 from llama_index.llms.huggingface import HuggingFaceLLM
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList, TextIteratorStreamer
 
-from rag_embfilter.backbone import Backbone, quiet_transformers
+from rag_embfilter.backbone import Backbone
+from rag_embfilter.checkpoints import quiet_transformers
 from rag_embfilter.errors import BackboneError
 
 MAX_NEW_TOKENS = 160  # of an answer; a small model that has more to say repeats itself
@@ -117,6 +118,11 @@ def causal_lm(backbone: Backbone) -> PreTrainedModel:
     its input embedding, that one matrix is copied. Raises `BackboneError` for a head with more parts than
     a matrix.
     """
+    if backbone.masked:
+        raise BackboneError(
+            f"backbone {backbone.name!r} is a masked language model, which cannot write answers. Use "
+            "--llm openai:MODEL@URL or --llm none."
+        )
     base = backbone.model
     with torch.device("meta"), quiet_transformers():
         whole: PreTrainedModel = AutoModelForCausalLM.from_config(base.config)

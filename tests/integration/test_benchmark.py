@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.app import main
 from rag_embfilter import EvalSet, rank_metrics
-from rag_embfilter.backbone import packaged_gguf
+from rag_embfilter.checkpoints import packaged_gguf
 from rag_embfilter.errors import BackboneError, MissingExtraError
 from rag_embfilter.yardstick import Yardstick, measure
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.app import main
 from rag_embfilter import EmbFilter, Encoder, Store
-from rag_embfilter.backbone import packaged_gguf
+from rag_embfilter.checkpoints import packaged_gguf
 from rag_embfilter.errors import BackboneError
 from rag_embfilter.export import export_sentence_transformers
 from tests import tiny

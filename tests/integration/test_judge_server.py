@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from pipelines.app import main
-from rag_embfilter.backbone import load_backbone, packaged_gguf
+from rag_embfilter.backbone import load_backbone
+from rag_embfilter.checkpoints import packaged_gguf
 from rag_embfilter.errors import BackboneError
 from rag_embfilter.files import cache_folder, file_sha256
 

@@ -15,8 +15,8 @@ import transformers
 
 from pipelines.app import main
 from rag_embfilter import EmbFilter, Encoder, EvalSet, Store, evaluate
-from rag_embfilter.backbone import PACKAGED, packaged_gguf
 from rag_embfilter.chat.backbone_llm import causal_lm
+from rag_embfilter.checkpoints import PACKAGED, packaged_gguf
 from rag_embfilter.errors import BackboneError
 from rag_embfilter.files import file_sha256
 from rag_embfilter.spectrum import Spectrum

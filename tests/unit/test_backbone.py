@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers
 
-from rag_embfilter.backbone import load_backbone, packaged_gguf
+from rag_embfilter.backbone import load_backbone
+from rag_embfilter.checkpoints import packaged_gguf
 from rag_embfilter.errors import BackboneError
 from tests import tiny
 
@@ -138,5 +139,5 @@ def test_an_encoder_without_a_language_model_is_one_clear_error(tmp_path):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
     transformers.T5EncoderModel(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     tiny.tokenizer().save_pretrained(tmp_path / "t5")
-    with pytest.raises(BackboneError, match="causal language model"):
+    with pytest.raises(BackboneError, match="neither a causal nor a masked"):
         load_backbone(str(tmp_path / "t5"), device="cpu")

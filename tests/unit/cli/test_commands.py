@@ -13,7 +13,7 @@ import pytest
 from qdrant_client import models
 
 from pipelines.app import main
-from pipelines.options import expand_lists
+from pipelines.lists import expand_lists
 from rag_embfilter import Store, __version__
 from tests import tiny
 from tests.unit.cli.checks import LAPTOP, points, refused

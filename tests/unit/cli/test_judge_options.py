@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines import judge_options
-from pipelines.options import expand_lists, filter_specs
+from pipelines.lists import expand_lists
+from pipelines.options import filter_specs
 from tests import tiny
 from tests.fake_openai import FakeOpenAI, good
 from tests.unit.cli.checks import HOLIDAY, LAPTOP, refused
