@@ -17,6 +17,7 @@ from rag_embfilter.attention import choose_attention
 from rag_embfilter.checkpoints import PACKAGED, UNEMBEDDING_FROM, locate, quiet_transformers, read
 from rag_embfilter.devices import DTYPES, pick_device, pick_dtype
 from rag_embfilter.errors import BackboneError, ConfigError
+from rag_embfilter.precision import keep_residual_float32
 
 # Families whose base model is known to be causal and to end in the final norm. Others are probed.
 KNOWN_FAMILIES = frozenset(
@@ -174,6 +175,7 @@ def load_backbone(
     model.to(where)
     if not masked:
         choose_attention(model, where, kind)
+        keep_residual_float32(model, kind)
     _LOADED[*place, kind] = backbone
     return backbone
 

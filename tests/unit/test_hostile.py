@@ -237,16 +237,16 @@ def test_a_template_object_keeps_both_wordings(llama):
 
 
 def test_a_damaged_converted_copy_is_made_again(tmp_path, monkeypatch):
-    from rag_embfilter import backbone
+    from rag_embfilter import checkpoints
 
     folder = tmp_path / "copy"
     shutil.copytree(tiny.save_model(tmp_path / "m"), folder)
-    (folder / backbone.CHECKSUM).write_text(file_sha256(folder / "model.safetensors"))
-    assert backbone._intact(folder)
+    (folder / checkpoints.CHECKSUM).write_text(file_sha256(folder / "model.safetensors"))
+    assert checkpoints._intact(folder)
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-100:] = bytes(100)
     (folder / "model.safetensors").write_bytes(weights)
-    assert not backbone._intact(folder)
+    assert not checkpoints._intact(folder)
 
 
 def test_the_size_of_vectors_is_checked_on_every_way_in(store, encoder):

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Each may import only from those before it.
 ORDER = (
-    "errors fingerprint files devices templates pooling attention checkpoints backbone inputs passes "
-    "processes windows spectrum spectroscopy calibration recipes making filters normalizing penalty "
-    "encoder cluster distributed endpoint verifying lens config embedding export nodes store vector_store "
-    "langchain fitting ingestion refiltering metrics eval_set yardstick set_check evaluation choose "
-    "drafting judge benchmark chat"
+    "errors fingerprint files devices templates pooling attention precision checkpoints backbone inputs "
+    "passes processes windows spectrum spectroscopy calibration recipes making filters normalizing "
+    "penalty encoder cluster distributed endpoint verifying lens config embedding export nodes store "
+    "vector_store langchain fitting ingestion refiltering metrics eval_set yardstick set_check evaluation "
+    "choose drafting judge benchmark chat"
 ).split()
 DOORS = {
     "qdrant_client": {"store"},
