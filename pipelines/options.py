@@ -230,7 +230,11 @@ def lent(backbone: str, unembedding_from: str | None) -> str:
     """A backbone's name with that of the model that lends it its unembedding."""
     from rag_embfilter.checkpoints import UNEMBEDDING_FROM
 
-    return backbone if unembedding_from is None else backbone + UNEMBEDDING_FROM + unembedding_from
+    if unembedding_from is None:
+        return backbone
+    if UNEMBEDDING_FROM in backbone:
+        raise ConfigError(f"backbone {backbone!r} names its base already; leave --unembedding-from out.")
+    return backbone + UNEMBEDDING_FROM + unembedding_from
 
 
 def make_encoder(

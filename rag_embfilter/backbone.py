@@ -29,6 +29,10 @@ _UNKNOWN = (
     "backbone {!r}: the architecture {!r} does something between its base model and its unembedding that "
     "this package does not know. Please report it."
 )
+_LENDING = (
+    ", or lend it that of the causal language model it was trained from (--unembedding-from BASE; in Python, "
+    f"the backbone {{}}{UNEMBEDDING_FROM}BASE)"
+)
 GGUF_PADDING = re.compile(r"\[PAD\d+\]")  # how a GGUF names rows that no token uses
 
 
@@ -141,18 +145,18 @@ def load_backbone(
     """
     where = pick_device(device)
     pick_dtype(dtype, where)  # a wrong one is named before anything is read
-    own, lent, lender = name.partition(UNEMBEDDING_FROM)
+    own, lender = _names(name)
     source, pinned = locate(own)
     if pinned and revision is not None:
         raise ConfigError(f"revision {revision!r} pins a hub model, and {own!r} is a local file or folder.")
-    place = (source, pinned or revision, lent and locate(lender), str(where))
+    place = (source, pinned or revision, lender and locate(lender), str(where))
     for loaded in [_LOADED.get((*place, kind)) for kind in DTYPES.values()]:
         if loaded is not None and loaded.dtype == pick_dtype(dtype, where, loaded.hidden_size):
             return loaded
     with quiet_transformers():
-        whole, tokenizer = read(source, own, revision, bare=bool(lent))
-        masked = not lent and _is_masked(whole)
-        model, unembedding, used = _lent(whole, lender, own) if lent else _parts(whole, tokenizer, name)
+        whole, tokenizer = read(source, own, revision, bool(lender), _LENDING.format(own))
+        masked = not lender and _is_masked(whole)
+        model, unembedding, used = _lent(whole, lender, own) if lender else _parts(whole, tokenizer, name)
     if not pinned:
         pinned = getattr(whole.config, "_commit_hash", None) or revision or "unpinned"
     kind = pick_dtype(dtype, where, unembedding.shape[1])
@@ -173,11 +177,26 @@ def load_backbone(
         # Parameters only: `to(dtype)` would also round the rotary frequencies, which are buffers.
         parameter.data = parameter.data.to(kind)
     model.to(where)
-    if not masked:
+    if masked:
+        _require_dtype(backbone)
+    else:
         choose_attention(model, where, kind)
         keep_residual_float32(model, kind)
     _LOADED[*place, kind] = backbone
     return backbone
+
+
+def _names(name: str) -> tuple[str, str]:
+    """A backbone's own name, and that of the model that lends its unembedding, or nothing."""
+    own, lent, lender = name.partition(UNEMBEDDING_FROM)
+    if not lent or Path(name).expanduser().exists():
+        return name, ""
+    if not own.strip() or not lender.strip():
+        raise ConfigError(
+            f"backbone {name!r}: expected EMBEDDER{UNEMBEDDING_FROM}BASE, the second the causal language "
+            "model that the first was trained from (--unembedding-from BASE)."
+        )
+    return own, lender
 
 
 def _reload(
@@ -200,7 +219,7 @@ def _reload(
 def origin(backbone: Backbone) -> tuple[str, str | None]:
     """Name and revision that load a backbone again, also from another working folder."""
     revision = backbone.revision
-    names = map(_absolute, backbone.name.split(UNEMBEDDING_FROM))
+    names = [_absolute(name) for name in _names(backbone.name) if name]
     return UNEMBEDDING_FROM.join(names), None if revision.startswith("sha256:") else revision
 
 
@@ -280,18 +299,43 @@ def _open(masked_lm: PreTrainedModel, name: str) -> None:
     after the transform (dense layer, activation, norm) that such models have in between.
     """
     ids = torch.tensor([[1, 2, 3, 4, 5]]) % masked_lm.config.vocab_size
+    padded = {
+        "input_ids": torch.nn.functional.pad(ids, (0, 3)),
+        "attention_mask": torch.tensor([[1] * 5 + [0] * 3]),
+    }
     head: Any = masked_lm.get_output_embeddings()
     through: Any = torch.nn.Identity()
     through.bias = None  # some models hold a second name for it
     try:
         logits = masked_lm(input_ids=ids).logits.float()
         masked_lm.set_output_embeddings(through)
-        ours = head(masked_lm(input_ids=ids).logits.to(head.weight.dtype)).float()
+        states = masked_lm(input_ids=ids).logits
+        ours = head(states.to(head.weight.dtype)).float()
         same = bool(torch.nn.functional.cosine_similarity(logits, ours, dim=-1).min() > 0.98)
-    except (AttributeError, RuntimeError, TypeError):
+        beside = masked_lm(**padded).logits[:, :5]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         same = False
     if not same:
         raise BackboneError(_UNKNOWN.format(name, masked_lm.config.model_type))
+    if (states - beside).abs().max() > 1e-2 * states.abs().max():
+        raise BackboneError(
+            f"backbone {name!r}: in the architecture {masked_lm.config.model_type!r} padding reaches a text, "
+            "so that vectors would depend on what they are encoded beside. Use another, such as BERT."
+        )
+
+
+@torch.inference_mode()
+def _require_dtype(backbone: Backbone) -> None:
+    """Check that a masked LM computes in its dtype: some have parts that do not."""
+    try:
+        backbone.model(
+            input_ids=torch.tensor([[1, 2, 3, 4, 5]], device=backbone.device) % len(backbone.unembedding)
+        )
+    except RuntimeError as error:
+        raise BackboneError(
+            f"backbone {backbone.name!r} ({backbone.model.config.model_type}) does not compute in "
+            f"{backbone.dtype} ({error}). Use dtype float32."
+        ) from error
 
 
 def _require_unquantised(model: PreTrainedModel, name: str) -> None:

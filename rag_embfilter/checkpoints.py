@@ -128,7 +128,7 @@ def _intact(folder: Path) -> bool:
 
 
 def read(
-    source: str, name: str, revision: str | None = None, bare: bool = False
+    source: str, name: str, revision: str | None = None, bare: bool = False, way_out: str = ""
 ) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer of what `locate` found.
 
@@ -137,6 +137,7 @@ def read(
         name: what the user calls it.
         revision: branch, tag or commit of a hub model.
         bare: the base model is enough; else a causal or masked language model, with its output matrix.
+        way_out: what else a user may do about weights that are not there.
 
     Raises `BackboneError`: not readable, or weights are not there.
     """
@@ -161,13 +162,12 @@ def read(
             f"use a model folder, a .gguf file, or an alias ({', '.join(PACKAGED)})."
         ) from error
     model, found = loaded
-    if lacking := sorted(found["missing_keys"]):
+    if lacking := sorted(key for key in found["missing_keys"] if not (bare and key.startswith("pooler."))):
         # transformers fills them with random numbers, and a filter of those would look like any other.
         raise BackboneError(
             f"backbone {name!r} lacks weights of a {kind.__name__.removeprefix('Auto')} "
             f"({', '.join(lacking[:3])}): it is a bare encoder, or not whole. Use a checkpoint that was "
-            "saved with its output matrix, or lend it that of the causal language model it was trained from "
-            f"(--unembedding-from BASE; in Python, the backbone {name + UNEMBEDDING_FROM}BASE)."
+            f"saved with all its weights, the output matrix too{way_out}."
         )
     model.eval()
     return model, tokenizer
@@ -175,6 +175,11 @@ def read(
 
 def _language_model(config: Any, name: str) -> Any:
     """The class that reads a checkpoint with its output matrix; the checkpoint says which where two would."""
+    if config.is_encoder_decoder:
+        raise BackboneError(
+            f"backbone {name!r} ({config.model_type}) is an encoder-decoder, neither a causal nor a masked "
+            "language model. Use one of those."
+        )
     masked = any("MaskedLM" in each or "PreTraining" in each for each in config.architectures or ())
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and (masked or not causal):

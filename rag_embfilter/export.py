@@ -139,7 +139,8 @@ def _require_expressible(encoder: Encoder, embfilter: EmbFilter) -> None:
     if encoder.backbone.masked:
         raise ConfigError(
             f"backbone {encoder.backbone.name!r} is a masked language model: its filter reads the states "
-            "after the transform of its head, and sentence-transformers pools those before it."
+            "after the transform of its head, and sentence-transformers pools those before it. Use it from "
+            "here, or export a causal one."
         )
     (template,) = encoder.templates
     if len(template.pieces("document")) > 2 or len(template.pieces("query")) > 2:

@@ -66,7 +66,7 @@ class RowBuilder:
                 raise ConfigError(
                     f"max_length {self.max_length}: {backbone.name!r} takes {backbone.max_positions} "
                     f"positions, and this template leaves room for texts of {max(room, 0)} tokens. "
-                    f"Set max_length={max(room, 0)} or less."
+                    f"Set max_length={max(room, 0)} or less (--max-length)."
                 )
 
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:

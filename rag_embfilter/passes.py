@@ -181,6 +181,8 @@ class Passes:
     def can_keep(self, prefix: Sequence[int], lengths: Sequence[int]) -> bool:
         """Whether a batch of rows of these lengths gains by a prefix that is computed once."""
         config = self.backbone.model.config.get_text_config()
+        if config.model_type not in KNOWN_FAMILIES:
+            return False
         # A window shorter than the prefix would keep its end alone.
         room = getattr(config, "sliding_window", None) or max(lengths)
         return (
@@ -188,7 +190,6 @@ class Passes:
             and len(prefix) >= WORTHWHILE * max(lengths)
             and self.padding_side == "right"
             and not self.compiled
-            and config.model_type in KNOWN_FAMILIES
         )
 
     @cached_property

@@ -290,6 +290,12 @@ def test_the_head_stands_on_the_weights_in_memory(model_folders, family):
         torch.testing.assert_close(whole_model(ids).logits, reference(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_masked_model_cannot_answer(tmp_path):
+    bert = tiny.save_model(tmp_path / "bert", "Bert", tied=True)
+    with pytest.raises(BackboneError, match="cannot write answers"):
+        causal_lm(Encoder(str(bert), "plain", device="cpu").backbone)
+
+
 def test_a_tied_head_is_the_input_embedding(tmp_path):
     backbone = Encoder(str(tiny.save_model(tmp_path / "tied", tied=True)), device="cpu").backbone
     head = causal_lm(backbone).get_output_embeddings().weight

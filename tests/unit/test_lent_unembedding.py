@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from pipelines.app import main
+from pipelines.options import lent
 from rag_embfilter import EmbFilter, EmbFilterEmbedding, Encoder
 from rag_embfilter.backbone import load_backbone, origin
-from rag_embfilter.errors import BackboneError
+from rag_embfilter.errors import BackboneError, ConfigError
 from tests import tiny
 
 TEXTS = ["Rain fell on the old bridge.", "The market opens at nine."]
@@ -72,9 +73,26 @@ def test_another_model_is_no_lender(embedder, base, llama, tmp_path):
     bert = tiny.save_model(tmp_path / "bert", "Bert", tied=True)
     with pytest.raises(BackboneError, match="expected a causal one"):
         load_backbone(f"{embedder}::{bert}", device="cpu")
-    for nothing in ("./nowhere", ""):
-        with pytest.raises(BackboneError, match="no such file"):
-            load_backbone(f"{embedder}::{nothing}", device="cpu")
+    with pytest.raises(BackboneError, match="no such file"):
+        load_backbone(f"{embedder}::./nowhere", device="cpu")
+    for half in (f"{embedder}::", "::x"):
+        with pytest.raises(ConfigError, match="expected EMBEDDER::BASE"):
+            load_backbone(half, device="cpu")
+    with pytest.raises(BackboneError, match=r"the output matrix too\.$"):  # no advice to lend it one
+        load_backbone(f"{embedder}::{embedder}", device="cpu")
+    bare = tmp_path / "bare"
+    transformers.AutoModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(bare)
+    tiny.tokenizer().save_pretrained(bare)
+    with pytest.raises(BackboneError, match="is not causal"):
+        load_backbone(f"{bare}::{base}", device="cpu")
+    with pytest.raises(ConfigError, match="names its base already"):
+        lent(f"{embedder}::{base}", str(base))
+
+
+def test_a_path_may_hold_the_sign(tmp_path):
+    odd = tiny.save_model(tmp_path / "a::b")
+    backbone = load_backbone(str(odd), device="cpu")
+    assert origin(backbone) == (str(odd), None)
 
 
 def test_an_embedder_that_looks_both_ways_is_refused(tmp_path):

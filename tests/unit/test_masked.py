@@ -10,7 +10,6 @@ import transformers
 from pipelines.app import main
 from rag_embfilter import EmbFilter, Encoder
 from rag_embfilter.backbone import load_backbone
-from rag_embfilter.chat.backbone_llm import causal_lm
 from rag_embfilter.endpoint import EndpointEncoder
 from rag_embfilter.errors import BackboneError, ConfigError
 from rag_embfilter.export import export_sentence_transformers
@@ -107,8 +106,44 @@ def test_what_needs_a_causal_model_says_so(bert, tmp_path):
         export_sentence_transformers(encoder, EmbFilter.from_encoder(encoder), tmp_path / "out")
     with pytest.raises(ConfigError, match="Encode here"):
         EndpointEncoder("http://localhost:1/v1", bert, "plain")
-    with pytest.raises(BackboneError, match="cannot write answers"):
-        causal_lm(encoder.backbone)
+
+
+@pytest.mark.parametrize("family", ["FNet", "ConvBert", "Nystromformer", "Yoso"])
+def test_a_family_in_which_padding_reaches_the_text_is_refused(family, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = getattr(transformers, f"{family}Config")(vocab_size=300, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    model.save_pretrained(tmp_path / "m")
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    with pytest.raises(BackboneError, match="padding reaches"):
+        load_backbone(str(tmp_path / "m"), device="cpu", dtype="float32")
+
+
+def test_a_dtype_that_a_family_does_not_compute_in_is_named(bert, monkeypatch):
+    def refuse(*args, **options):
+        raise RuntimeError("Unsupported dtype BFloat16")
+
+    from rag_embfilter import backbone
+
+    monkeypatch.setattr(backbone, "_LOADED", {})
+    monkeypatch.setattr(backbone, "_open", lambda model, name: setattr(model, "forward", refuse))
+    with pytest.raises(BackboneError, match="Use dtype float32"):
+        load_backbone(bert, device="cpu", dtype="bfloat16")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    config = transformers.BartConfig(
+        vocab_size=300, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+    )  # fmt: skip
+    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
+    tiny.tokenizer().save_pretrained(tmp_path / "bart")
+    with pytest.raises(BackboneError, match="encoder-decoder"):
+        load_backbone(str(tmp_path / "bart"), device="cpu")
 
 
 def test_a_bare_encoder_is_refused(folders, tmp_path):
