@@ -39,9 +39,8 @@ test: $(READY)
 # What meets other packages most: loading, encoding, storing, LlamaIndex, the commands.
 LOWEST := .venv-lowest
 LOWEST_TESTS := $(addprefix tests/unit/,test_backbone.py test_encoder.py test_filters.py test_embedding.py \
-    test_llama_index.py test_masked.py \
-    test_lent_unembedding.py test_passes.py test_layout.py test_grpc.py test_endpoint.py test_metrics.py test_ingestion.py \
-    cli/test_commands.py)
+    test_masked.py test_lent_unembedding.py test_passes.py test_llama_index.py test_layout.py test_grpc.py \
+    test_endpoint.py test_metrics.py test_ingestion.py cli/test_commands.py)
 
 lowest:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
