@@ -76,7 +76,7 @@ def blocked_attention(
         seen = stop + keys - queries  # keys before these queries' end
         size = (batch * key_heads, group * (stop - start))
         scores = torch.baddbmm(
-            query.new_empty(1, 1, 1),  # not read, as beta is 0
+            query.new_zeros(1, 1, 1),  # nothing to add
             query[..., start:stop, :].reshape(*size, width),
             key[..., :seen],
             beta=0,

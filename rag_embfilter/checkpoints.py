@@ -175,7 +175,7 @@ def read(
 
 def _language_model(config: Any, name: str) -> Any:
     """The class that reads a checkpoint with its output matrix; the checkpoint says which where two would."""
-    if config.is_encoder_decoder:
+    if getattr(config, "is_encoder_decoder", False):
         raise BackboneError(
             f"backbone {name!r} ({config.model_type}) is an encoder-decoder, neither a causal nor a masked "
             "language model. Use one of those."
