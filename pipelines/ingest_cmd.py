@@ -118,12 +118,12 @@ def ingest(
     check_name(collection)
     terms = None if bm25 is None else Bm25(bm25)
     reader = open_sources(sources, ReadOptions(text_column, title_column, id_column, encoding, root))
+    backbone = options.lent(backbone, unembedding_from)
     if config is not None:
         chosen = Config.read(config)
         backbone, revision, template = chosen.model_name, chosen.revision, chosen.templates
         filter_types, filter_ratios = [chosen.filter_type], [chosen.filter_ratio]
         pooling, max_length, keep = chosen.pooling, chosen.max_length, chosen.keep
-    backbone = options.lent(backbone, unembedding_from)
     encoder = options.make_encoder(
         backbone, revision, template, query_template, pooling, max_length, device, dtype, engine, num_actors,
         endpoint, endpoint_model, endpoint_prompts,

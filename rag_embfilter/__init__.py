@@ -58,7 +58,7 @@ def __getattr__(name: str) -> object:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Imports make a million objects that stay; looking for garbage among them takes 0.3 s."""
+    """Imports make half a million objects that stay; looking for garbage among them takes 0.3 s."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -106,8 +106,8 @@ class Backbone:
         """
         bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         full = self.tokenizer("a")["input_ids"]
-        start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-        return list(full[:start]), list(full[start + len(bare) :])
+        start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+        return ([], []) if start is None else (list(full[:start]), list(full[start + len(bare) :]))
 
     def end_token(self) -> int:
         """Id of the end token. Raises `BackboneError` when the model has none."""
@@ -317,7 +317,7 @@ def _open(masked_lm: PreTrainedModel, name: str) -> None:
         same = False
     if not same:
         raise BackboneError(_UNKNOWN.format(name, masked_lm.config.model_type))
-    if (states - beside).abs().max() > 1e-2 * states.abs().max():
+    if (states - beside).abs().max() > torch.finfo(states.dtype).eps ** 0.5 * states.abs().max():
         raise BackboneError(
             f"backbone {name!r}: in the architecture {masked_lm.config.model_type!r} padding reaches a text, "
             "so that vectors would depend on what they are encoded beside. Use another, such as BERT."

@@ -39,8 +39,9 @@ class Encoder:
     """Turns texts into raw unit embeddings with a causal LM, or (experimental) a masked one.
 
     Args:
-        backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, or a loaded
-            `Backbone` (then `revision`, `device` and `dtype` must be left out).
+        backbone: `smollm2` (packaged weights), a hub id, a model folder, a `.gguf` file, `EMBEDDER::BASE`
+            (see `load_backbone`), or a loaded `Backbone` (then `revision`, `device` and `dtype` must be left
+            out).
         template: a name out of `TEMPLATES`, or a format string with `{text}` in it; or several of them,
             each of which costs a pass, unless they differ in pooling alone. (A name out of `SETS` stands for
             several, which are averaged.) The raw embedding is then one

@@ -123,6 +123,13 @@ def test_a_family_in_which_padding_reaches_the_text_is_refused(family, tmp_path)
         load_backbone(str(tmp_path / "m"), device="cpu", dtype="float32")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_a_deep_model_in_a_half_is_not_taken_for_padding(dtype, tmp_path):
+    folder = tiny.save_model(tmp_path / "m", "Bert", num_hidden_layers=24, tied=True)
+    transformers.AutoModelForMaskedLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    assert load_backbone(str(folder), device="cpu", dtype="float32").unembedding.dtype == dtype
+
+
 def test_a_dtype_that_a_family_does_not_compute_in_is_named(bert, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("Unsupported dtype BFloat16")
